@@ -1,0 +1,129 @@
+"""Which tokens enter a sparse layer. Logits, selection and gate are fp32 (fp64 in an fp64 model) and the same on every
+tensor-parallel rank. The functions are pure; `Router` holds the parameters of a round's layers.
+
+Shapes: B batch, S sequence, K tokens kept per sequence, D width, R layers in the round.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_xmod.model.context import ModelContext
+from megatron_xmod.parallel.tensor import new_parameter
+
+
+class Selection(NamedTuple):
+    """Tokens that enter a layer.
+
+    positions_BK: In ascending order, so that plain causal attention on the compacted sequence is right.
+    valid_BK: False where a sequence has fewer than K tokens and the rest is filling, at the end; None if all are true.
+    """
+
+    positions_BK: Tensor
+    valid_BK: Tensor | None = None
+
+
+class Router(nn.Module):
+    """Logit s = w.x (+ bias) of each layer of a round, and its residual scale."""
+
+    def __init__(self, context: ModelContext, layers: int):
+        super().__init__()
+        config, mesh = context.config, context.mesh
+        self.weight = new_parameter((layers, config.hidden_size), mesh, init_std=config.init_std)
+        self.bias = new_parameter((layers,), mesh, init_value=0.0) if config.routing.router_bias else None
+        self.scale = new_parameter((layers,), mesh, init_value=config.routing.residual_scale_init) \
+            if config.routing.residual_scale else None
+
+    def unbind(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """(weight [D], bias [], scale []) of each layer."""
+        weights = self.weight.unbind()
+        empty = [None] * len(weights)
+        return list(zip(weights, empty if self.bias is None else self.bias.unbind(),
+                        empty if self.scale is None else self.scale.unbind(), strict=True))
+
+
+def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
+    """s = w.x + bias, [B, S], in fp32 at least."""
+    dtype = torch.promote_types(x_BSD.dtype, torch.float32)
+    logits_BS = x_BSD.to(dtype) @ weight_D.to(dtype)
+    return logits_BS if bias is None else logits_BS + bias.to(dtype)
+
+
+def select_top_k(score_BS: Tensor, count: int) -> Selection:
+    """The `count` tokens of each sequence with the largest score; of equal scores, the earlier token.
+
+    Sees the whole sequence, so a token's fate depends on later tokens.
+    """
+    order = score_BS.detach().sort(dim=-1, descending=True, stable=True).indices
+    return Selection(order[:, :count].sort(dim=-1).values)
+
+
+def select_threshold(score_BS: Tensor) -> Selection:
+    """The tokens with sigmoid(score) >= 1/2. Depends on no other token. K is the largest count of the batch."""
+    entered = score_BS.detach() >= 0
+    counts_B = entered.sum(-1)
+    # A stable sort brings the entered tokens to the front in order; the rest is filling.
+    order = entered.sort(dim=-1, descending=True, stable=True).indices[:, :int(counts_B.max())]
+    valid_BK = torch.arange(order.shape[1], device=order.device) < counts_B.unsqueeze(-1)
+    return Selection(order, None if bool(valid_BK.all()) else valid_BK)
+
+
+def selection_mask(selection: Selection, length: int) -> Tensor:
+    """[B, S] bool: the tokens that entered."""
+    positions = selection.positions_BK
+    mask = torch.zeros(positions.shape[0], length, dtype=torch.bool, device=positions.device)
+    valid = torch.ones_like(positions, dtype=torch.bool) if selection.valid_BK is None else selection.valid_BK
+    return mask.scatter_(1, positions, valid)
+
+
+def gather_tokens(x_BSD: Tensor, selection: Selection) -> Tensor:
+    """The selected tokens, [B, K, D]."""
+    return _rows(x_BSD).index_select(0, _flat_positions(x_BSD, selection).flatten()) \
+        .view(*selection.positions_BK.shape, -1)
+
+
+def add_to_tokens(x_BSD: Tensor, selection: Selection, delta_BKD: Tensor) -> Tensor:
+    """x with delta added to the selected tokens; the others keep their bits."""
+    index = _flat_positions(x_BSD, selection)
+    if selection.valid_BK is not None:
+        index, delta_BKD = index[selection.valid_BK], delta_BKD[selection.valid_BK]
+    return _rows(x_BSD).index_add(0, index.flatten(), _rows(delta_BKD)).view_as(x_BSD)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _flat_positions(x_BSD: Tensor, selection: Selection) -> Tensor:
+    """Row numbers of the selected tokens in x seen as [B*S, D]."""
+    starts = torch.arange(x_BSD.shape[0], device=x_BSD.device).unsqueeze(-1) * x_BSD.shape[1]
+    return selection.positions_BK + starts
+
+
+def routing_loss(score_BS: Tensor, selection: Selection) -> Tensor:
+    """Binary cross-entropy of the threshold rule against membership of the selected set, mean over tokens."""
+    target = selection_mask(selection, score_BS.shape[1]).to(score_BS.dtype)
+    return F.binary_cross_entropy_with_logits(score_BS, target)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.new_full((), ctx.scale), None
+
+
+def attach_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
+    """x unchanged; when a gradient flows back through it, the loss gets the gradient `scale`.
+
+    So a loss of any pipeline stage is trained without being carried to the last one.
+    """
+    return _AttachLoss.apply(x, loss, scale)

@@ -1,0 +1,70 @@
+"""What routing did in one anchor group: the figures of the paper's table 10 and figure 5, per layer and per group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_xmod.model.router import Selection, select_top_k, selection_mask
+
+
+class GroupStatistics:
+    """Collects over the sparse layers between two dense anchors.
+
+    Args:
+        length: Tokens per sequence, S.
+        K: Inverse token sparsity.
+    """
+
+    def __init__(self, length: int, K: int):
+        self.length, self.K = length, K
+        self.layers: list[Tensor] = []
+        self.updates_BS: Tensor | None = None
+        self.previous_BS: Tensor | None = None
+        self.overlap_sum: Tensor | float = 0.0
+        self.overlap_pairs: Tensor | float = 0.0
+
+    @torch.no_grad()
+    def record(self, score_BS: Tensor, selection: Selection, scale: Tensor | None, loss: Tensor) -> None:
+        """Takes in one sparse layer: its biased logits, whom it took, its residual scale and its routing loss."""
+        taken = selection_mask(selection, self.length)
+        by_threshold = score_BS >= 0
+        by_top_k = selection_mask(select_top_k(score_BS, self.length // self.K), self.length)
+        both = (by_threshold & by_top_k).sum()
+        gate = (score_BS.sigmoid() * taken).sum() / taken.sum().clamp(min=1)
+        updates = self.updates_BS if self.updates_BS is not None else torch.zeros_like(score_BS)
+        one = torch.ones((), device=score_BS.device)
+        # The order of LAYER_FIGURES.
+        self.layers.append(torch.stack([value.float() for value in (
+            taken.float().mean(), by_threshold.float().mean(), gate, one if scale is None else scale.detach(),
+            updates.mean(), loss.detach(), (by_threshold == by_top_k).float().mean(),
+            both / by_threshold.sum().clamp(min=1), both / by_top_k.sum())]))
+        if self.previous_BS is not None:
+            union = (taken | self.previous_BS).sum(-1)
+            shared = (taken & self.previous_BS).sum(-1)
+            self.overlap_sum = self.overlap_sum + (shared / union.clamp(min=1)).sum()
+            self.overlap_pairs = self.overlap_pairs + (union > 0).sum()
+        self.previous_BS = taken
+        self.updates_BS = updates + taken
+
+    def finish(self) -> dict[str, Tensor]:
+        """Per layer [layers] for each of LAYER_FIGURES; `coverage` and `overlap` of the group."""
+        columns = torch.stack(self.layers, dim=1)
+        figures = dict(zip(LAYER_FIGURES, columns, strict=True))
+        figures["coverage"] = (self.updates_BS > 0).float().mean()
+        if len(self.layers) > 1:
+            figures["overlap"] = (self.overlap_sum / self.overlap_pairs.clamp(min=1)).float()
+        return figures
+
+
+LAYER_FIGURES = (
+    "selected",         # share of tokens that entered
+    "above_threshold",  # share of tokens that the causal rule lets in, on the same scores
+    "gate",             # mean gate of the tokens that entered
+    "scale",            # residual scale
+    "bias",             # mean earlier selections of a token, b
+    "routing_loss",     # binary cross-entropy
+    "agreement",        # share of tokens on which threshold and top-k agree, on the same scores
+    "precision",        # of the threshold's choice against the top-k's
+    "recall",
+)
