@@ -5,7 +5,7 @@ import pytest
 from megatron_xmod.depth import DepthPlan, plan_depth
 from megatron_xmod.errors import UserError
 
-# X-MoD (arXiv 2609.34212), table 5 and the captions of tables 1 and 9: active layers, prefix, K, A -> dense, sparse.
+# X-MoD (arXiv 2609.34212), its layouts and those of table 9: active layers, prefix, K, A -> dense, sparse.
 PAPER = {
     "dense": (28, None, 1, 1, 28, 0),
     "mod": (28, 1, 8, 1 / 8, 25, 24),
