@@ -50,11 +50,10 @@ def set_ranks(environment: MutableMapping[str, str]) -> None:
 
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: "gpu[07-09,12],login" -> "gpu07"."""
-    head = re.match(r"([^,\[]+)(?:\[([^\]]*)\]([^,]*))?", nodelist)
-    if not head:
-        raise UserError(f"SLURM_JOB_NODELIST is {nodelist!r}, which is not a list of nodes.")
-    prefix, ranges, suffix = head.groups()
-    return prefix + (re.split("[-,]", ranges)[0] + suffix if ranges else "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]+\])+(?=,|$)", nodelist)
+    if not first:
+        raise UserError(f"Slurm's list of nodes is {nodelist!r}, which names no node. Start the processes with srun.")
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
 
 
 def pick_device(train: TrainConfig) -> str:

@@ -1,0 +1,61 @@
+import errno
+import os
+import resource
+
+import pytest
+
+from megatron_xmod.runtime.files import sync_folder, write_atomically
+
+
+def test_writes_and_replaces(tmp_path):
+    path = tmp_path / "summary.json"
+    for text in ("old", "a longer new text\n", ""):
+        write_atomically(path, text)
+        assert path.read_text() == text
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_reader_sees_the_old_file_until_the_new_one_is_on_disk(tmp_path, monkeypatch):
+    path = tmp_path / "latest"
+    path.write_text("old")
+    events = []
+    flush, rename = os.fsync, os.replace
+
+    def watched_flush(descriptor):
+        events.append("flush")
+        flush(descriptor)
+
+    def watched_rename(source, target):
+        events.append("rename")
+        assert path.read_text() == "old"
+        assert source.read_text() == "new"
+        assert source.parent == path.parent  # a rename to another file system would be a copy
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_flush)
+    monkeypatch.setattr(os, "replace", watched_rename)
+    write_atomically(path, "new")
+    assert events == ["flush", "rename", "flush"]  # the file, its name, the folder
+    assert path.read_text() == "new"
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the disk is full after 100 bytes
+    try:
+        with pytest.raises(OSError) as failure:
+            write_atomically(path, "x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failure.value.errno == errno.EFBIG
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_missing_folder_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "missing" / "file", "text")
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "missing")
