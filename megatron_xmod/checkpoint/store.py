@@ -47,6 +47,21 @@ def find(output: str) -> Path | None:
     return path
 
 
+def locate(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of a run's folder or of its checkpoints folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    if (path / _META).exists():
+        return path
+    found = find(str(path.parent if path.name == "checkpoints" else path))
+    if found is None:
+        raise UserError(f"{path} holds no checkpoint. Give a run's folder, or one checkpoint in its checkpoints folder.")
+    return found
+
+
 def describe(path: Path) -> tuple[Config, dict]:
     """Settings and description of a checkpoint.
 

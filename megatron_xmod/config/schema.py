@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_xmod.depth import plan_depth
 from megatron_xmod.errors import UserError
 
 
@@ -171,7 +172,8 @@ class OptimizerConfig:
         for name in ("weight_decay", "gradient_clipping"):
             _require(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it must be 0 or more.")
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio"):
-            _require(0 <= getattr(self, name) <= 1, f"optimizer.{name} is {getattr(self, name)}; it is a share, 0 to 1.")
+            _require(0 <= getattr(self, name) <= 1,
+                     f"optimizer.{name} is {getattr(self, name)}; it is a share, 0 to 1.")
         _require(all(0 <= b < 1 for b in (*self.betas, self.momentum)),
                  "optimizer.betas and optimizer.momentum must be at least 0 and below 1.")
 
@@ -267,7 +269,9 @@ class Config:
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        sparse = self.model.prefix_layers is not None
+        model = self.model
+        plan_depth(model.active_layers, model.prefix_layers, model.routing.K, model.routing.A)
+        sparse = model.prefix_layers is not None
         _require(not sparse or self.data.seq_length % self.model.routing.K == 0,
                  f"data.seq_length ({self.data.seq_length}) must be a multiple of model.routing.K "
                  f"({self.model.routing.K}); the nearest are "
@@ -284,6 +288,8 @@ class Config:
                      f"{tp}. Use adamw, or tensor_parallel_size 1.")
             _require(self.parallel.zero_stage == 0, "optimizer.name muon works on whole matrices, but ZeRO stage 1 "
                      "shards them. Set parallel.zero_stage to 0, or use adamw.")
+        _require(self.train.precision != "fp64" or self.parallel.zero_stage == 0, "train.precision is fp64, but ZeRO "
+                 "stage 1 keeps its weights in fp32. Set parallel.zero_stage to 0.")
         if self.train.precision == "bf16":
             _require(self.parallel.zero_stage == 1, "train.precision bf16 keeps its fp32 master weights in ZeRO stage "
                      "1. Set parallel.zero_stage to 1, or train.precision to fp32.")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -18,8 +16,7 @@ import torch
 
 from megatron_xmod.config.schema import TrainConfig
 from megatron_xmod.errors import UserError
-
-_PR_SET_PDEATHSIG = 1
+from megatron_xmod.runtime.orphans import end_with_launcher
 
 
 def set_ranks(environment: MutableMapping[str, str]) -> None:
@@ -68,7 +65,7 @@ def pick_device(train: TrainConfig) -> str:
 def start_distributed(train: TrainConfig) -> torch.device:
     """Joins the other processes through DeepSpeed; returns this process's device."""
     set_ranks(os.environ)
-    _end_with_launcher()
+    end_with_launcher()
     kind = pick_device(train)
     os.environ["DS_ACCELERATOR"] = kind
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -81,7 +78,10 @@ def start_distributed(train: TrainConfig) -> torch.device:
         torch.set_num_threads(1)  # threads of several processes that fight for the cores are slower than one each
     import deepspeed  # heavy, and it reads DS_ACCELERATOR
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    # Every client optimizer is "untested" to it; the parallel tests are ours.
+    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     if kind == "cpu":
         # It compiles an inference operator for over a minute; killed meanwhile it leaves a lock that hangs later runs.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
@@ -89,12 +89,6 @@ def start_distributed(train: TrainConfig) -> torch.device:
         deepspeed.init_distributed("nccl" if kind == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False,
                                    timeout=timedelta(minutes=train.timeout_minutes))
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-
-
-def _end_with_launcher() -> None:
-    """Asks the kernel for SIGTERM when the launcher dies, so that no orphan holds a GPU. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager

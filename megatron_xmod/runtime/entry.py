@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -40,6 +41,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 def _fail(message: str) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end this process while it waits
         time.sleep(_SECONDS_BEFORE_OTHERS_SPEAK)
         message = f"[rank {rank}] {message}"
     print(message, file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from megatron_xmod.checkpoint import store
 from megatron_xmod.config.load import save_config
 from megatron_xmod.config.schema import Config
 from megatron_xmod.data.build import build_datasets
-from megatron_xmod.data.sampler import BatchSampler
+from megatron_xmod.data.sampler import BatchSampler, read_batches
 from megatron_xmod.data.tokenizer import load_tokenizer
 from megatron_xmod.errors import UserError
 from megatron_xmod.flops import train_flops_per_token
@@ -112,8 +111,8 @@ class Trainer:
         """Micro-batches (tokens, targets) of this data-parallel rank, each [micro_batch_size, seq_length]."""
         sampler = BatchSampler(len(dataset), consumed, self.config.train.micro_batch_size, self.mesh.data_rank,
                                self.mesh.data_size)
-        for indices in sampler:
-            tokens = torch.from_numpy(np.stack([dataset[i] for i in indices]))
+        for batch in read_batches(dataset, sampler):
+            tokens = torch.from_numpy(batch)
             yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def run(self, stop_requested) -> None:

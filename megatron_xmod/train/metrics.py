@@ -130,7 +130,7 @@ class Console:
                  f"{_engineering(scalars['flops_per_second'])}FLOP/s", f"{scalars['memory_bytes'] / 2**30:.2f} GiB"]
         if routing:
             parts.append(f"coverage {routing['coverage']:.2f}")
-            parts.append(f"gap {routing['threshold_gap']:.2f}")
+            parts.append(f"threshold gap {routing['threshold_gap']:.2f}")
         self.say(" | ".join([*parts, f"{_duration(seconds_left)} left"]))
 
 

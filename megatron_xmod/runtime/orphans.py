@@ -1,0 +1,51 @@
+"""A rank whose launcher is gone must not go on holding its GPU. Linux only; elsewhere nothing is done."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def end_with_launcher() -> None:
+    """Sends this process SIGTERM (so it saves and ends) when its launcher dies.
+
+    The kernel does it for the parent. `deepspeed` is two processes, though: the command a user sees, and the node's
+    launcher, which outlives a SIGTERM to the first; so that one is watched too.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    launcher = os.getppid()
+    command = _parent(launcher)
+    if "deepspeed.launcher.launch" in _words(launcher) and any("deepspeed" in word for word in _words(command)):
+        threading.Thread(target=_watch, args=(launcher, command), daemon=True).start()
+
+
+def _watch(launcher: int, command: int) -> None:
+    while _parent(launcher) == command:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parent(process: int) -> int:
+    """Process id of the parent; 0 if the process is gone."""
+    try:
+        # The name, in brackets, may hold anything; state and parent come after it.
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _words(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
