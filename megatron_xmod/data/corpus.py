@@ -62,7 +62,7 @@ def find_files(inputs: list[str], extensions: list[str] | None = None, exclude: 
     Raises:
         UserError: an input matches nothing.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # by true path, so that no file is read twice
     for item in inputs:
         matches = [item] if os.path.exists(item) else sorted(glob.glob(item, recursive=True))
         files = []
@@ -73,8 +73,9 @@ def find_files(inputs: list[str], extensions: list[str] | None = None, exclude: 
                 f"the input {item!r} matches no text file; check the path"
                 + (", or name the endings to take with --extensions" if matches else "")
             )
-        found.update(dict.fromkeys(files))
-    return list(found)
+        for path in files:
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def _walk(folder: Path, extensions: list[str], exclude: list[str]) -> list[Path]:
@@ -123,7 +124,7 @@ def read_blocks(path: Path) -> Iterator[Block]:
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise UserError(f"{path} is truncated or damaged ({error}); get the file again or leave it out") from error
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _decompress(raw, suffix: str) -> Iterator[bytes]:

@@ -104,7 +104,8 @@ class HFTokenizer:
             raise _no_end_of_document(path, eod_token, f"its special tokens are {special}; name one of them")
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        [encoding] = self._model.encode_batch_fast([text], add_special_tokens=False)  # leaves out the text offsets
+        return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids), skip_special_tokens=True)

@@ -88,10 +88,9 @@ def test_being_ended_leaves_nothing_behind(tmp_path):
     command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(tmp_path / "a.jsonl"), "--tokenizer",
                "bytes", "--output", str(tmp_path / "out"), "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    while not list(tmp_path.glob(".out.bin.*")):
+    while not any(path.stat().st_size for path in tmp_path.glob(".out.bin.*")):
         assert process.poll() is None, "ended before it could be interrupted"
         time.sleep(0.01)
-    time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
