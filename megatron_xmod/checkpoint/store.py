@@ -4,8 +4,8 @@
                                             checkpoint.json            (settings, step, history)
     <output>/checkpoints/latest             name of the newest
 
-A folder is written as step_….tmp and renamed when every rank has finished and all is on disk; `latest` is replaced after
-that. Whatever happens before, the last good checkpoint and `latest` stay as they were.
+A folder is written as step_….tmp and renamed when every rank has finished and all is on disk; `latest` is replaced
+after that. Whatever happens before, the last good checkpoint and `latest` stay as they were.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def locate(path: str | Path) -> Path:
         return path
     found = find(str(path.parent if path.name == "checkpoints" else path))
     if found is None:
-        raise UserError(f"{path} holds no checkpoint. Give a run's folder, or one checkpoint in its checkpoints folder.")
+        raise UserError(f"{path} holds no checkpoint. Give a run's folder, or one checkpoint in it.")
     return found
 
 
@@ -101,7 +101,7 @@ def save(engine, config: Config, step: int, history: list[dict], keep: int) -> P
             _commit(temporary, path, config, step, history)
             _prune(folder, path, keep)
         dist.barrier()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UserError) as error:
         if "Connection closed" in str(error) or "Connection reset" in str(error):
             raise  # a peer failed and says why
         shutil.rmtree(temporary, ignore_errors=True)

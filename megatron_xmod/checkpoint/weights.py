@@ -39,7 +39,8 @@ def _read(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise UserError(f"{file} is missing; the checkpoint is incomplete. Use another one.") from None
     except Exception as error:  # noqa: BLE001 - torch raises anything on a damaged file
-        raise UserError(f"{file} can't be read ({str(error).strip().splitlines()[0]}). Use another checkpoint.") from None
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{file} can't be read ({reason}). Use another checkpoint.") from None
 
 
 @torch.no_grad()

@@ -77,11 +77,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: str | os.PathLike) -> None:
     """Writes a file that `--config` reads back as the same configuration; a failure leaves the old file whole."""
-    text = yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False)
-    try:
-        write_atomically(Path(path), text)
-    except OSError as error:
-        raise UserError(f"The configuration could not be written to {path}: {error.strerror}.") from error
+    write_atomically(Path(path), yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False))
 
 
 def parser(description: str | None = None) -> ArgumentParser:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_xmod.data.files import PendingFile
 from megatron_xmod.errors import UserError
+from megatron_xmod.runtime.files import PendingFile
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document ends

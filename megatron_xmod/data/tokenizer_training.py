@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_xmod.data.corpus import BadDocument, find_files, has_json_lines, parse_json_line, read_blocks, read_text
-from megatron_xmod.data.files import PendingFile
 from megatron_xmod.data.preprocess import progress_bar
 from megatron_xmod.errors import UserError
+from megatron_xmod.runtime.files import PendingFile
 
 SENTENCE_CHARACTERS = 4096  # consecutive lines are learned from together, so that pieces may hold line ends
 SMALLEST_VOCABULARY = 2 + 256 + 1  # unknown, end of document, bytes, a character

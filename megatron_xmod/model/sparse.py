@@ -64,7 +64,7 @@ class SparseRound(nn.Module):
             selection = selections[i]
             if selection.positions_BK.shape[1]:
                 layer_cache = cache and cache.layer(self, i)
-                x_BSD, gate_BK = self._update(x_BSD, score_BS, selection, weights, scale, layer_cache)
+                x_BSD = self._update(x_BSD, score_BS, selection, weights, scale, layer_cache)
                 taken_BS = taken_BS + _ones_at(selection, taken_BS)
             if torch.is_grad_enabled() or statistics:
                 layer_loss = routing_loss(score_BS, selection)
@@ -94,7 +94,7 @@ class SparseRound(nn.Module):
             delta_BKD = a_BKD + (gate_BK1 * f_BKD).to(x_BSD.dtype)
         else:
             delta_BKD = (gate_BK1 * (a_BKD + f_BKD)).to(x_BSD.dtype)
-        return add_to_tokens(x_BSD, selection, delta_BKD), gate_BK
+        return add_to_tokens(x_BSD, selection, delta_BKD)
 
 
 class AnchorGroup(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn

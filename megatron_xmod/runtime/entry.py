@@ -1,4 +1,4 @@
-"""The frame around a program: what a user can mend is one message, never a traceback, and a failing rank ends at once."""
+"""The frame around a program: what a user can mend is one message, never a traceback; a failing rank ends at once."""
 
 from __future__ import annotations
 

@@ -100,12 +100,8 @@ class Trainer:
 
     def _open_recorder(self) -> Recorder:
         output = Path(self.config.train.output)
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            save_config(self.config, output / "config.yaml")
-            return Recorder(output, self.first_step, self.config.train.tensorboard)
-        except OSError as error:
-            raise UserError(f"the run's folder train.output can't be written: {error}.") from None
+        save_config(self.config, output / "config.yaml")
+        return Recorder(output, self.first_step, self.config.train.tensorboard)
 
     def batches(self, dataset, consumed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Micro-batches (tokens, targets) of this data-parallel rank, each [micro_batch_size, seq_length]."""
@@ -149,8 +145,8 @@ class Trainer:
     def _describe(self) -> None:
         mesh, plan, trainable = self.mesh, self.trainable.context.plan, self.trainable
         self.console.say(
-            f"{plan.layers} layers ({plan.dense_layers} dense, {plan.sparse_layers} sparse at 1/{plan.K}), active depth "
-            f"{float(plan.active_layers):g} | tensor {mesh.tensor_size} x pipeline {mesh.pipeline_size} x data "
+            f"{plan.layers} layers ({plan.dense_layers} dense, {plan.sparse_layers} sparse at 1/{plan.K}), active "
+            f"depth {float(plan.active_layers):g} | tensor {mesh.tensor_size} x pipeline {mesh.pipeline_size} x data "
             f"{mesh.data_size} | stages {trainable.bounds}, heaviest {trainable.imbalance:.2f}x the mean | "
             f"{self.config.train.precision} on {self.device.type}, ZeRO {self.config.parallel.zero_stage}")
 
@@ -165,8 +161,8 @@ class Trainer:
         value = loss.item()  # waits for the device, so the clock is true
         self.recent_seconds.append(time.perf_counter() - started)
         if not math.isfinite(value):
-            raise UserError(f"the loss of step {self.step} is {value}. Nothing was saved after it; resume from the last "
-                            "checkpoint with a lower learning rate, or look at the data of this step.")
+            raise UserError(f"the loss of step {self.step} is {value}. Nothing was saved after it; resume from the "
+                            "last checkpoint with a lower learning rate, or look at the data of this step.")
         if logged:
             self._log(value, gather_routing(context.statistics, self.mesh))
             context.statistics = None
@@ -198,7 +194,8 @@ class Trainer:
 
     def _save(self) -> None:
         train = self.config.train
-        self.checkpoint = store.save(self.trainable.engine, self.config, self.step, self.history, train.keep_checkpoints)
+        self.checkpoint = store.save(self.trainable.engine, self.config, self.step, self.history,
+                                     train.keep_checkpoints)
         self.console.say(f"saved {self.checkpoint}")
 
     def _finish(self, reason: str | None, seconds: float) -> None:
@@ -206,7 +203,7 @@ class Trainer:
             self.console.say(f"stopped at step {self.step} of {self.config.train.steps}: {reason}. The same command "
                              "goes on from here.")
         if self.recorder:
-            final = {"step": self.step, "finished": self.step == self.config.train.steps, "seconds": seconds,
-                     "checkpoint": str(self.checkpoint or store.find(self.config.train.output)), **self.last_scalars,
-                     **(self.history[-1] if self.history else {})}
+            final = {**self.last_scalars, **(self.history[-1] if self.history else {}), "step": self.step,
+                     "finished": self.step == self.config.train.steps, "seconds": seconds,
+                     "checkpoint": str(self.checkpoint or store.find(self.config.train.output))}
             self.recorder.finish({"validation": self.history, "final": final})

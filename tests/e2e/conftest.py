@@ -47,8 +47,8 @@ class Job:
         command = {
             "python": [sys.executable, *script],
             "torchrun": [str(BIN / "torchrun"), "--master-port", port, "--nproc-per-node", str(processes), *script],
-            "deepspeed": [str(BIN / "deepspeed"), "--quiet", "--master_port", port, "--num_accelerators", str(processes),
-                          *script],
+            "deepspeed": [str(BIN / "deepspeed"), "--quiet", "--master_port", port, "--num_accelerators",
+                          str(processes), *script],
         }[launcher]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
                        "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}

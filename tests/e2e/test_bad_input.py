@@ -8,7 +8,7 @@ import pytest
 from megatron_xmod.data.indexed import IndexedDatasetWriter
 
 SETTINGS = {
-    "L not divisible by K": (["--data.seq_length", "30"], "data.seq_length (30) must be a multiple of model.routing.K (4)"),
+    "L not divisible by K": (["--data.seq_length", "30"], "(30) must be a multiple of model.routing.K (4)"),
     "A*K not an integer": (["--model.routing.A", "0.3"], "The nearest A that work: 0.25 or 0.5"),
     "depth not reachable": (["--model.active_layers", "3", "--model.routing.A", "0.75"], "Active depths that work"),
     "unknown key": (["--data.seq_len", "64"], "data.seq_length"),

@@ -46,16 +46,16 @@ def _same_validation_loss(run, expected):
     for routing, name in (("threshold", "loss_causal"), ("top_k", "loss_topk")):
         model.context.routing = routing
         with torch.no_grad():
-            loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], config.model.vocab_size, model.context.mesh).mean()
-        assert loss.item() == pytest.approx(expected[name], abs=1e-5)
+            loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], config.model.vocab_size, model.context.mesh)
+        assert loss.mean().item() == pytest.approx(expected[name], abs=1e-5)
 
 
 def test_generates_from_a_checkpoint(pretrain, tmp_path):
     assert pretrain("--train.exit_after", "2").code == 0
     tool = [sys.executable, str(ROOT / "tools" / "generate.py"), "--checkpoint"]
     for place in ("run", "run/checkpoints", "run/checkpoints/step_00000002"):
-        written = subprocess.run([*tool, str(tmp_path / place), "--prompt", "abc", "--seed", "1", "--max-new-tokens", "8",
-                                  "--device", "cpu"], capture_output=True, text=True)
+        options = ["--prompt", "abc", "--seed", "1", "--max-new-tokens", "8", "--device", "cpu"]
+        written = subprocess.run([*tool, str(tmp_path / place), *options], capture_output=True, text=True)
         assert written.returncode == 0 and written.stdout.startswith("abc"), written
         assert "a token passed" in written.stderr
     lost = subprocess.run([*tool, str(tmp_path)], capture_output=True, text=True)

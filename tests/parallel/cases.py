@@ -30,8 +30,8 @@ def make_config(tensor: int = 1, pipeline: int = 1, accumulation: int = 1, data:
     """A toy run with a global batch of BATCH sequences."""
     return Config(
         model=MODEL, data=DataConfig(seq_length=LENGTH),
-        # AdamW divides by |gradient| + eps: with the usual eps the rounding error of a gradient near 0 becomes an update
-        # as large as any other.
+        # AdamW divides by |gradient| + eps: with the usual eps the rounding error of a gradient near 0 becomes an
+        # update as large as any other.
         optimizer=OptimizerConfig(name=optimizer, lr=1e-2, muon_lr=1e-2, eps=1e-5, gradient_clipping=0.5,
                                   schedule="constant", warmup_fraction=0.0),
         parallel=ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, zero_stage=zero_stage,
@@ -73,7 +73,8 @@ def train(config: Config, steps: int) -> dict:
     def take_step_and_look(*args):
         if not gradients:
             for name, p in engine.module.named_parameters():
-                gradients[name] = _with_place(p, p.grad if config.parallel.zero_stage == 0 else safe_get_full_grad(p), mesh)
+                gradient = p.grad if config.parallel.zero_stage == 0 else safe_get_full_grad(p)
+                gradients[name] = _with_place(p, gradient, mesh)
         take_step(*args)
 
     engine._take_model_step = take_step_and_look
@@ -112,8 +113,8 @@ def reference(steps: int, precision: str, optimizer: str) -> dict:
     """The same training in this process with nothing but torch: no engine, no groups, the whole batch at once.
 
     Returns:
-        As `train`, and `margin`: how far, relative to the largest score, the scores just above and just below the cut of
-        any selection of any step are apart.
+        As `train`, and `margin`: how far, relative to the largest score, the scores just above and just below the cut
+        of any selection of any step are apart.
     """
     config = make_config(precision=precision, optimizer=optimizer)
     context = ModelContext(config.model)

@@ -62,7 +62,7 @@ def test_float64_recomputed(pool, layout):
 @pytest.mark.parametrize("layout", [*LAYOUTS, (1, 2, 2)], ids=ids)
 def test_float32(pool, layout, zero_stage):
     expected = reference("fp32")
-    # Another order of summation may flip a token whose score is this near to the cut; then the comparison means nothing.
+    # Another order of summation may flip a token whose score is nearer to the cut; then comparing means nothing.
     assert expected["margin"] > 1e-6
     check(train(pool, *layout, 2, precision="fp32", zero_stage=zero_stage), expected, 1e-5)
 

@@ -202,8 +202,9 @@ def leaves(tree: dict, prefix: str = ""):
 # No value is a default, and several are hard to write in YAML.
 UNUSUAL = Config(
     model=ModelConfig(hidden_size=96, vocab_size=None, rope_theta=1e22, norm_eps=1.2345678901234567e-7, prefix_layers=0,
-                      routing=RoutingConfig(K=4, A=0.1 + 0.2, gate="ffn", residual_scale=False)),
-    data=DataConfig(paths=["1e-4", "null", "ü: [x]"], weights=[0.1, 2.0, 3.0], split="1e3", tokenizer="hf"),
+                      routing=RoutingConfig(K=3, A=1 / 3, gate="ffn", residual_scale=False)),
+    data=DataConfig(seq_length=3072, paths=["1e-4", "null", "ü: [x]"], weights=[0.1, 2.0, 3.0], split="1e3",
+                    tokenizer="hf"),
     optimizer=OptimizerConfig(betas=(0.8, 1 / 3), lr=1e-05),
     train=TrainConfig(output="2024-01-01", tensorboard=False),
     deepspeed={"a": {"b": [1, 1e-9, "1E5", None, True]}},

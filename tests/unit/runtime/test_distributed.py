@@ -105,7 +105,7 @@ def test_cuda_without_a_gpu_says_the_way_out():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_process_ends_with_its_launcher():
-    child = ("import os, time; from megatron_xmod.runtime import distributed; distributed._end_with_launcher(); "
+    child = ("import os, time; from megatron_xmod.runtime.orphans import end_with_launcher; end_with_launcher(); "
              "print(os.getpid(), flush=True); time.sleep(100)")
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
