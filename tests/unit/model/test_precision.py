@@ -67,6 +67,9 @@ def test_training_and_causal_evaluation_are_finite(monkeypatch, recompute):
     context = make_context()
     context.recompute = recompute
     model, tokens = make_model(context, bf16), make_tokens(context, 1, 16)
+    counts = []
+    for group in model.layers[2:4]:
+        group.rounds[0].register_forward_pre_hook(lambda module, inputs: counts.append(inputs[1].dtype))
     logits = model(tokens)
     loss = cross_entropy(logits, tokens, context.config.vocab_size, context.mesh)
     assert (logits.dtype, loss.dtype) == (bf16, torch.float32)
@@ -77,3 +80,5 @@ def test_training_and_causal_evaluation_are_finite(monkeypatch, recompute):
     with torch.no_grad():
         assert model(tokens).isfinite().all()
     assert len(scores) >= 2 * 8 and {s.dtype for s in scores} == {torch.float32}
+    # bf16 would count to 256 only.
+    assert len(counts) >= 2 * 2 and set(counts) == {torch.float32}
