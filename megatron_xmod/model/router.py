@@ -113,12 +113,12 @@ def routing_loss(score_BS: Tensor, selection: Selection) -> Tensor:
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss, scale):
-        ctx.scale = scale
+        ctx.scale, ctx.loss_dtype = scale, loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, gradient.new_full((), ctx.scale), None
+        return gradient, gradient.new_full((), ctx.scale, dtype=ctx.loss_dtype), None
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_xmod.model import sparse
 from megatron_xmod.model.block import attention_update, mlp_update
-from megatron_xmod.model.router import router_logits
+from megatron_xmod.model.router import attach_loss, router_logits
 from megatron_xmod.model.sparse import SparseRound
 from megatron_xmod.parallel.loss import cross_entropy
 from tests.unit.model.toy import bits, make_context, make_hidden, make_model, make_tokens, scramble
@@ -82,3 +82,9 @@ def test_training_and_causal_evaluation_are_finite(monkeypatch, recompute):
     assert len(scores) >= 2 * 8 and {s.dtype for s in scores} == {torch.float32}
     # bf16 would count to 256 only.
     assert len(counts) >= 2 * 2 and set(counts) == {torch.float32}
+
+
+def test_attached_loss_keeps_its_scale_in_bf16():
+    x, w = torch.ones(2, dtype=torch.bfloat16, requires_grad=True), torch.ones((), requires_grad=True)
+    attach_loss(x, w * 3, 1 / 3).sum().backward()
+    assert w.grad.item() == pytest.approx(1.0, rel=1e-6)
