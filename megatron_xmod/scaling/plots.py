@@ -60,9 +60,27 @@ def residuals(values: dict[str, np.ndarray], error: np.ndarray, quantity: str) -
         ax.axhline(0, color=_GREY, linewidth=1)
         ax.scatter(value, error, s=14, color=_BLUE, alpha=0.7, linewidths=0)
         if value.min() > 0 and value.max() > 3 * value.min():
-            ax.set_xscale("log")
+            _log_ticks(ax, value)
         ax.set(xlabel=name, ylabel=f"predicted - measured {quantity}")
     return figure
+
+
+def _log_ticks(ax, value: np.ndarray) -> None:
+    """A logarithmic axis with ticks at the values themselves, where they are few."""
+    ax.set_xscale("log")
+    tested = np.unique(value)
+    if len(tested) <= 7:
+        ax.set_xticks(tested, [_short(v) for v in tested], fontsize=8)
+        ax.set_xticks([], minor=True)
+    else:
+        ax.tick_params(axis="x", which="minor", labelbottom=False)
+
+
+def _short(value: float) -> str:
+    """556M, 32k (of 1024), 3e+19."""
+    if value >= 1024 and value % 1024 == 0 and value < 1e7:
+        return f"{value / 1024:g}k"
+    return f"{value / 1e6:g}M" if 1e6 <= value < 1e10 else f"{value:g}"
 
 
 def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[float, float]],
@@ -71,7 +89,7 @@ def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[flo
     figure, axes = _axes(len(params), height=2.6)
     for ax, name in zip(axes, params, strict=True):
         low, high = intervals[name]
-        # A tenth of the interval beyond its ends: single wild refits would squeeze the rest into one bar.
+        # Not far beyond the interval's ends: single wild refits would squeeze the rest into one bar.
         margin = 0.5 * (high - low) or 1e-9
         shown = draws[name][(draws[name] >= low - margin) & (draws[name] <= high + margin)]
         ax.hist(shown, bins=40, color=_BLUE, alpha=0.5)
