@@ -59,12 +59,13 @@ def main(argv: list[str]) -> None:
     else:
         saved, report = study_xmod.xmod(args.data, options, study_xmod.FORMS[args.form], args.log,
                                         dict(map(_assignment, args.fix)), list(map(_assignment, args.hold_out)))
-    print(report)
+    notes = []
     if args.json:
         write_atomically(args.json, json.dumps(saved, indent=1) + "\n")
-        print(f"\nsaved: {args.json}")
+        notes.append(f"saved: {args.json}")
     if args.report:
-        print(f"\nreport: {report.write(args.report)}")
+        notes.append(f"report: {report.write(args.report)}")
+    print("\n\n".join([str(report), *notes]))
 
 
 def _assignment(text: str) -> tuple[str, float]:

@@ -247,7 +247,7 @@ def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: C
                      "the gain holds at another budget than that of its runs is not known.")
     if best is None:
         notes.append("No tested configuration promises less loss than the dense model: train dense.")
-    elif "z" in law.form.names and question.anchor_stride is None and best.A == max(law.domain["A"]):
+    elif law.params.get("z", 0.0) > 0 and question.anchor_stride is None and best.A == max(law.domain["A"]):
         notes.append("The law improves with A without end (for K > 1), so the best A is the largest tested one; "
                      "--max-params and --max-layers bound it.")
     return notes, inside

@@ -66,11 +66,13 @@ def residuals(values: dict[str, np.ndarray], error: np.ndarray, quantity: str) -
 
 
 def _log_ticks(ax, value: np.ndarray) -> None:
-    """A logarithmic axis with ticks at the values themselves, where they are few."""
+    """A logarithmic axis with ticks at the values themselves where they are few, or at powers of two."""
     ax.set_xscale("log")
-    tested = np.unique(value)
-    if len(tested) <= 7:
-        ax.set_xticks(tested, [_short(v) for v in tested], fontsize=8)
+    ticks = np.unique(value)
+    if len(ticks) > 7 and ticks[-1] < 1000:
+        ticks = 2.0 ** np.arange(np.ceil(np.log2(ticks[0])), np.log2(ticks[-1]) + 1e-9)
+    if len(ticks) <= 10:
+        ax.set_xticks(ticks, [_short(v) for v in ticks], fontsize=8)
         ax.set_xticks([], minor=True)
     else:
         ax.tick_params(axis="x", which="minor", labelbottom=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,10 +84,14 @@ def main(argv: list[str]) -> None:
     for name, shares in coverage(args.repetitions, args.bootstrap).items():
         print(f"{name:10} {shares['profile']:8.2f} {shares['bootstrap']:10.2f} {shares['identified']:20.2f}")
     print(f"({time.monotonic() - begin:.0f} s)\nRMSE on groups held out (nats)")
+    squares: dict[str, list[float]] = {"joint": [], "two-stage": []}
     for seed in range(args.held_out):
         for variable, rmse in held_out(seed).items():
-            print(f"draw {seed}, by {variable:6} joint {rmse['joint']:.5f}   two-stage {rmse['two-stage']:.5f}")
-            sys.stdout.flush()
+            print(f"draw {seed}, by {variable:6}", *(f" {name} {rmse[name]:.5f}" for name in squares), flush=True)
+            for name, values in squares.items():
+                values.append(rmse[name] ** 2)
+    if args.held_out:
+        print("all together", *(f" {name} {np.mean(values) ** 0.5:.5f}" for name, values in squares.items()))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Report:
             self.text("Every row of the table was used.")
             return
         more = [f"- and {len(rows) - shown} more"] if len(rows) > shown else []
-        self.text(f"{len(rows)} rows were left out:", "\n".join([f"- {row}" for row in rows[:shown]] + more))
+        self.text(f"Rows left out: {len(rows)}", "\n".join([f"- {row}" for row in rows[:shown]] + more))
 
     def __str__(self) -> str:
         """The text without the pictures."""

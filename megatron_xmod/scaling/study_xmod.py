@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
     everything = read_xmod(path)
     kept_out = _matches(everything, outside or [])
     sweep = everything.select(~kept_out)
+    if form is BASE:
+        sweep = _without_strides(sweep)
     problem = _problem(sweep, form, options.loss, log)
     _require_spread(problem, fixed)
     best = fit(problem, seed=options.seed, fixed=fixed)
@@ -86,6 +89,15 @@ def _problem(sweep: Sweep, form: Form, loss: str, log: bool) -> Problem:
         raise UserError(f"the law {form.name} needs the columns {', '.join(columns.get(m, m) for m in missing)}, "
                         "filled in every row.")
     return Problem(form, sweep.x, sweep.loss, sweep.x["dense_loss"], log, loss)
+
+
+def _without_strides(sweep: Sweep) -> Sweep:
+    """The runs with A = 1, which the law without A can describe; the others are named as left out."""
+    kept = sweep.x["A"] == 1
+    others = sweep.select(~kept)
+    named = [f"{run}: A is {a:g}, and the law base is for A = 1" for run, a in
+             zip(others.clusters, others.x["A"], strict=True)]
+    return replace(sweep.select(kept), left_out=sweep.left_out + named)
 
 
 def _require_spread(problem: Problem, fixed: dict[str, float]) -> None:
@@ -162,24 +174,25 @@ def _held_out(report: Report, best: Fit) -> dict[str, Any]:
     saved: dict[str, Any] = {}
     rows, panels, reasons = [], [], []
     for variable in HELD_OUT_BY:
-        for name, fitter in fitters.items():
-            results = leave_groups_out(best.problem, variable, fitter)
-            pooled = pooled_scores(best.problem, results)
-            saved.setdefault(variable, {})[name] = pooled
-            if not pooled["runs"]:
-                continue
-            rows.append((variable, name, pooled["runs"], pooled["rmse"], pooled["mae"]))
-            reasons += [f"{variable} = {r.value:g}, {name}: {r.problem}" for r in results if r.problem]
-            if name == "joint":
-                panels.append(_panel(best.problem, variable, results))
-    if not rows:
-        report.text("No variable takes several values in a sweep of its own, so no group can be held out.")
-        return saved
-    report.table(("held out by", "fit", "runs predicted", "RMSE", "MAE"), rows)
+        results = {name: leave_groups_out(best.problem, variable, fitter) for name, fitter in fitters.items()}
+        # Compared on the groups that every way of fitting can predict.
+        common = set.intersection(*({r.value for r in found if not r.problem} for found in results.values()))
+        saved[variable] = {name: pooled_scores(best.problem, found, common) for name, found in results.items()}
+        reasons += [f"{variable} = {r.value:g}, {name}: {r.problem}"
+                    for name, found in results.items() for r in found if r.problem]
+        if common:
+            rows += [(variable, name, s["runs"], s["rmse"], s["mae"]) for name, s in saved[variable].items()]
+        if any(not r.problem for r in results["joint"]):
+            panels.append(_panel(best.problem, variable, results["joint"]))
+    if rows:
+        report.table(("held out by", "fit", "runs predicted", "RMSE", "MAE"), rows)
+    else:
+        report.text("No group can be held out and predicted by every fit.")
     if reasons:
         report.text("Not predicted:", "\n".join(f"- {reason}" for reason in reasons))
-    report.picture("held-out", "Runs predicted without their group, joint fit; the band is +-0.02",
-                   plots.predicted_and_measured(panels, "loss (nats)", 0.02))
+    if panels:
+        report.picture("held-out", "Runs predicted without their group, joint fit; the band is +-0.02",
+                       plots.predicted_and_measured(panels, "loss (nats)", 0.02))
     return saved
 
 

@@ -95,6 +95,7 @@ def test_an_xmod_sweep_from_csv_to_report(fit_law, sweep, tmp_path):
     assert rmse["candidate"] <= rmse["xmod"] <= rmse["xmod, two-stage"] < rmse["log_linear"]
     held = saved["held_out"]
     assert all(held[v]["joint"]["runs"] == held[v]["two-stage"]["runs"] for v in ("L", "A", "N_act"))
+    assert held["L"]["joint"]["rmse"] <= held["L"]["two-stage"]["rmse"] < 2 * NOISE
     assert saved["regret"]["held_out"] and 0 <= saved["regret"]["mean"] <= saved["regret"]["largest"] < 0.05
     assert [reason.split(":")[0] for reason in saved["left_out"]] == ["line 122", "line 121", "line 120"]
     assert "a duplicate of line 6" in text and "loss is nan" in text
@@ -105,12 +106,14 @@ def test_an_xmod_sweep_from_csv_to_report(fit_law, sweep, tmp_path):
 
 def test_exponents_can_be_held_and_other_laws_fitted(fit_law, tmp_path):
     path = tmp_path / "small.csv"
-    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[0] == 556e6], 0.0, 0))
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[0] == 556e6] + [(556e6, 2048, 4, 2.0)], 0.0, 0))
     with pytest.raises(UserError, match="eta_N needs runs at 2 or more values of N_act, but there are runs at 1"):
         fit_law("xmod", path, "--form", "base")
     saved, text = fit_law("xmod", path, "--form", "base", "--fix", "eta_N=0.07784", "--bootstrap", "0")
     assert saved["eta_N"] == 0.07784
     assert saved["rho_L"] == pytest.approx(0.48494, rel=1e-3) and saved["u"] == pytest.approx(0.93519, rel=1e-3)
+    assert saved["left_out"] == ["run61: A is 2, and the law base is for A = 1"] and "z" not in saved
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[0] == 556e6], 0.0, 0))
     with pytest.raises(UserError, match="fit --form base"):
         fit_law("xmod", path, "--fix", "eta_N=0.07784")
 
