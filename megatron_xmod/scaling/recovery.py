@@ -83,7 +83,9 @@ def main(argv: list[str]) -> None:
     print(f"{'exponent':10} {'profile':>8} {'bootstrap':>10} {'identified at 95 %':>20}")
     for name, shares in coverage(args.repetitions, args.bootstrap).items():
         print(f"{name:10} {shares['profile']:8.2f} {shares['bootstrap']:10.2f} {shares['identified']:20.2f}")
-    print(f"({time.monotonic() - begin:.0f} s)\nRMSE on groups held out (nats)")
+    print(f"({time.monotonic() - begin:.0f} s)")
+    if args.held_out:
+        print("RMSE on groups held out (nats)")
     squares: dict[str, list[float]] = {"joint": [], "two-stage": []}
     for seed in range(args.held_out):
         for variable, rmse in held_out(seed).items():
