@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from megatron_xmod.runtime.files import PendingFile
 
@@ -79,10 +80,12 @@ def _log_ticks(ax, value: np.ndarray) -> None:
 
 
 def _short(value: float) -> str:
-    """556M, 32k (of 1024), 3e+19."""
+    """556M, 1.65B, 32k (of 1024), 3e+19."""
     if value >= 1024 and value % 1024 == 0 and value < 1e7:
         return f"{value / 1024:g}k"
-    return f"{value / 1e6:g}M" if 1e6 <= value < 1e10 else f"{value:g}"
+    if 1e6 <= value < 1e12:
+        return f"{value / 1e6:.3g}M" if value < 999.5e6 else f"{value / 1e9:.3g}B"
+    return f"{value:g}"
 
 
 def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[float, float]],
@@ -98,6 +101,7 @@ def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[flo
         ax.axvspan(low, high, color=_GREY, alpha=0.2, linewidth=0)
         ax.axvline(params[name], color=_ORANGE)
         ax.set(title=name, yticks=[])
+        ax.xaxis.set_major_locator(MaxNLocator(4))
     return figure
 
 
