@@ -48,9 +48,25 @@ class Router(nn.Module):
 
 def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
     """s = w.x + bias, [B, S], in fp32 at least."""
-    dtype = torch.promote_types(x_BSD.dtype, torch.float32)
-    logits_BS = x_BSD.to(dtype) @ weight_D.to(dtype)
-    return logits_BS if bias is None else logits_BS + bias.to(dtype)
+    logits_BS = _Logits.apply(x_BSD, weight_D)
+    return logits_BS if bias is None else logits_BS + bias.to(logits_BS.dtype)
+
+
+class _Logits(torch.autograd.Function):
+    """w.x computed in fp32; for backward it keeps x as it is, where autograd would keep an fp32 copy of all tokens."""
+
+    @staticmethod
+    def forward(ctx, x_BSD, weight_D):
+        ctx.save_for_backward(x_BSD, weight_D)
+        dtype = torch.promote_types(x_BSD.dtype, torch.float32)
+        return F.linear(x_BSD.to(dtype), weight_D.to(dtype))
+
+    @staticmethod
+    def backward(ctx, gradient_BS):
+        x_BSD, weight_D = ctx.saved_tensors
+        x_gradient = gradient_BS.unsqueeze(-1) * weight_D.to(gradient_BS.dtype)
+        weight_gradient = x_BSD.flatten(0, -2).to(gradient_BS.dtype).mT @ gradient_BS.flatten()
+        return x_gradient.to(x_BSD.dtype), weight_gradient.to(weight_D.dtype)
 
 
 def select_top_k(score_BS: Tensor, count: int) -> Selection:

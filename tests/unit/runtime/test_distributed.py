@@ -29,7 +29,7 @@ def test_what_a_launcher_has_set_stays(around):
 
 def test_srun_task_reads_its_step():
     assert ranks_of(SRUN) == {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1",
-                              "MASTER_PORT": "20012"}
+                              "MASTER_PORT": "24012"}
 
 
 def test_step_that_is_smaller_than_its_job():
