@@ -22,7 +22,7 @@ python=(python -u)
 exclude=()
 if [ -z "$input" ]; then
     input=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-    exclude=(--extensions .py --exclude site-packages test tests idle_test lib2to3)
+    exclude=(--extensions .py --exclude site-packages test tests idle_test lib2to3 encodings pydoc_data)
 fi
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 processes=2

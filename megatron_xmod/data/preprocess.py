@@ -35,6 +35,7 @@ from megatron_xmod.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_xmod.errors import UserError
 
 TASKS_PER_WORKER = 3  # handed out ahead of the writer; bounds memory
+_SECONDS_TO_CLEAN_UP = 5.0
 REPORTED = 20  # skipped documents shown one by one; the rest is only counted
 
 
@@ -255,9 +256,14 @@ def _run_tasks(tasks, encoder, options, workers) -> Iterator[tuple[Task, Result]
     except BaseException:
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()  # don't wait for the tasks under way
+        # Waiting for its end without limit can last forever where much is queued for the workers that are gone.
+        manager = pool._executor_manager_thread
+        pool.shutdown(wait=False, cancel_futures=True)
+        if manager is not None:
+            manager.join(_SECONDS_TO_CLEAN_UP)
         raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    else:
+        pool.shutdown()
 
 
 def _guarded(run: Callable[[Task], Result], task: Task) -> Result:

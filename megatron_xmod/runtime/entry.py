@@ -25,6 +25,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         status = 0
     except UserError as error:
         status = _fail(f"error: {error}")
+    except SystemExit as end:  # as argparse and signal handlers end a program
+        status = _status(end.code)
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # the reader of our output has seen enough: `tool | head`
@@ -37,6 +39,13 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.stderr.flush()
     # Not sys.exit: its clean-up may wait for peers that are gone.
     os._exit(status)
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
 
 
 def _fail(message: str) -> int:
