@@ -23,9 +23,14 @@ class RoutingConfig:
     """Which tokens a sparse layer takes, and how its update is weighted.
 
     Args:
+        mode: How the layers of a round share the tokens. soft: each layer picks from all tokens, earlier ones made less
+            likely by bias_scale (X-MoD as published). exclusive: the layers of a round share no token, so they run as one
+            batched layer.
+        one_by_one: Run the layers of an exclusive round one after another: the same function, slower; a reference.
         K: Inverse token sparsity: a sparse layer runs on 1/K of the tokens.
         A: Anchor stride: mean number of sparse updates a token gets between two dense anchors. A*K must be an integer.
-        bias_scale: The paper's tau, in logits: how much each earlier selection in the group lowers a token's score.
+        bias_scale: The paper's tau, in logits: how much each earlier selection in the group lowers a token's score
+            (of exclusive rounds, selections in earlier rounds).
         router_bias: Whether the router logit has a learnable constant.
         gate: What the gate r multiplies. residual: x + r*(a + f) (X-MoD, and the MoD paper's eq. 1).
             ffn: x + a + r*f (MoD as in eq. 6 of the X-MoD paper).
@@ -34,6 +39,8 @@ class RoutingConfig:
         loss_coefficient: Weight of the routing loss (binary cross-entropy of the threshold rule against the top-k set).
     """
 
+    mode: Literal["soft", "exclusive"] = "soft"
+    one_by_one: bool = False
     K: int = 8
     A: float = 4.0
     bias_scale: float = 0.5

@@ -21,10 +21,20 @@ class Selection(NamedTuple):
 
     positions_BK: In ascending order, so that plain causal attention on the compacted sequence is right.
     valid_BK: False where a sequence has fewer than K tokens and the rest is filling, at the end; None if all are true.
+
+    Of all layers of an exclusive round at once, both are [R, B, K].
     """
 
     positions_BK: Tensor
     valid_BK: Tensor | None = None
+
+
+class RouterWeights(NamedTuple):
+    """Of one layer; or of all layers of a round, with R in front."""
+
+    weight: Tensor  # [D]
+    bias: Tensor | None  # []
+    scale: Tensor | None  # [], the residual scale
 
 
 class Router(nn.Module):
@@ -38,18 +48,21 @@ class Router(nn.Module):
         self.scale = new_parameter((layers,), mesh, init_value=config.routing.residual_scale_init) \
             if config.routing.residual_scale else None
 
-    def unbind(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-        """(weight [D], bias [], scale []) of each layer."""
-        weights = self.weight.unbind()
-        empty = [None] * len(weights)
-        return list(zip(weights, empty if self.bias is None else self.bias.unbind(),
-                        empty if self.scale is None else self.scale.unbind(), strict=True))
+    def stacked(self) -> RouterWeights:
+        """The parameters of all layers, [R, ...]."""
+        return RouterWeights(self.weight, self.bias, self.scale)
+
+    def unbind(self) -> list[RouterWeights]:
+        """The parameters of each layer."""
+        absent = [None] * len(self.weight)
+        columns = [absent if p is None else p.unbind() for p in self.stacked()]
+        return [RouterWeights(*layer) for layer in zip(*columns, strict=True)]
 
 
 def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
-    """s = w.x + bias, [B, S], in fp32 at least."""
+    """s = w.x + bias, [B, S], in fp32 at least; or of all layers of a round, [B, S, R], with weight [R, D] and bias [R]."""
     dtype = torch.promote_types(x_BSD.dtype, torch.float32)
-    logits_BS = x_BSD.to(dtype) @ weight_D.to(dtype)
+    logits_BS = F.linear(x_BSD.to(dtype), weight_D.to(dtype))
     return logits_BS if bias is None else logits_BS + bias.to(dtype)
 
 
@@ -81,7 +94,7 @@ def selection_mask(selection: Selection, length: int) -> Tensor:
 
 
 def gather_tokens(x_BSD: Tensor, selection: Selection) -> Tensor:
-    """The selected tokens, [B, K, D]."""
+    """The selected tokens, [B, K, D] (or [R, B, K, D])."""
     return _rows(x_BSD).index_select(0, _flat_positions(x_BSD, selection).flatten()) \
         .view(*selection.positions_BK.shape, -1)
 
