@@ -47,7 +47,7 @@ s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')" pretrain_xmod
     --data.paths "$run/text" --data.tokenizer_path "$run/tokenizer.model" --train.output "$run"
     --parallel.pipeline_parallel_size "$processes")
 say "3/5 Training on $processes processes, up to the middle"
-"${train[@]}" --train.exit_after 200
+"${train[@]}" --train.exit_after 250
 
 say "4/5 The same command again: it resumes from the checkpoint"
 "${train[@]}"

@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> None:
     _show(tokenizer.decode(written), shown, last=True)
     print()
     seconds = time.perf_counter() - started
-    active = cache.executed_tokens() / max(cache.length, 1)
-    print(f"[{len(written) - len(prompt)} tokens, {(len(written) - len(prompt)) / seconds:.0f} per second; a token passed "
-          f"{active:.1f} of {model.context.plan.layers} layers; cache {cache.bytes() / 2**20:.1f} MiB]", file=sys.stderr)
+    new, active = len(written) - len(prompt), cache.executed_tokens() / max(cache.length, 1)
+    print(f"[{new} tokens, {new / seconds:.0f} per second; a token passed {active:.1f} of "
+          f"{model.context.plan.layers} layers; cache {cache.bytes() / 2**20:.1f} MiB]", file=sys.stderr)
 
 
 def _show(text: str, shown: str, last: bool = False) -> str:

@@ -24,9 +24,9 @@ class RoutingConfig:
 
     Args:
         mode: How the layers of a round share the tokens. soft: each layer picks from all tokens, earlier ones made less
-            likely by bias_scale (X-MoD as published). exclusive: the layers of a round share no token, so they run as one
-            batched layer.
-        one_by_one: Run the layers of an exclusive round one after another: the same function, slower; a reference.
+            likely by bias_scale (X-MoD as published). exclusive: the layers of a round share no token, so they run as
+            one batched layer.
+        one_by_one: Run the layers of an exclusive round one after another: same function, slower; a reference.
         K: Inverse token sparsity: a sparse layer runs on 1/K of the tokens.
         A: Anchor stride: mean number of sparse updates a token gets between two dense anchors. A*K must be an integer.
         bias_scale: The paper's tau, in logits: how much each earlier selection in the group lowers a token's score

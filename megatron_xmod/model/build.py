@@ -75,8 +75,15 @@ class Transformer(nn.Module):
         """Logits [B, S, V / tensor-parallel size] of the padded vocabulary.
 
         Args:
-            cache: A KVCache that holds the tokens before these; needs threshold routing.
+            cache: A KVCache that holds the tokens before these.
+
+        Raises:
+            ValueError: with a cache, for a batch of several sequences (they would keep different tokens in a layer) or
+                for top-k routing (it would need the tokens to come).
         """
+        if cache is not None and (tokens_BS.shape[0] != 1 or self.context.routing != "threshold"):
+            raise ValueError("a cache serves one sequence under threshold routing; this is a batch of "
+                             f"{tokens_BS.shape[0]} under {self.context.routing}")
         x = tokens_BS
         for layer in self.layers:
             x = layer(x, cache)

@@ -3,8 +3,8 @@
 A token that no layer of the round has taken yet has not changed since the round began, so all routers can read it then;
 and a layer changes only its own tokens.
 
-Shapes: B batch, S sequence, K tokens kept per layer and sequence, R layers in the round. `owner_BS` names the layer of the
-round that takes a token, R for none.
+Shapes: B batch, S sequence, K tokens kept per layer and sequence, R layers in the round. `owner_BS` names the layer of
+the round that takes a token, R for none.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def own_by_threshold(score_BSR: Tensor, last_takes_rest: bool) -> Tensor:
     """A token enters the first layer whose sigmoid(score) >= 1/2; [B, S] int64. Depends on no other token.
 
     Args:
-        last_takes_rest: The last layer takes every token that is left, as it does in training when the round has as many
-            layers as a layer has its share of tokens (R = K).
+        last_takes_rest: The last layer takes every token that is left, as it does in training when the round's layers
+            together have places for all tokens.
     """
     enters_BSR = score_BSR.detach() >= 0
     if last_takes_rest:
@@ -44,7 +44,7 @@ def select_owned(owner_BS: Tensor, layers: int, count: int | None = None) -> Sel
     """The tokens of every layer, positions [R, B, K] in ascending order.
 
     Args:
-        count: K where all layers have as many; None takes the largest count, and `valid` marks the filling of the others.
+        count: K where all layers have as many; None takes the largest count, and the others are filled.
     """
     # A stable sort by owner lines up the layers' tokens, each layer's in order of position.
     order_BS = owner_BS.sort(dim=1, stable=True).indices
@@ -58,8 +58,8 @@ def select_owned(owner_BS: Tensor, layers: int, count: int | None = None) -> Sel
 
 
 def routing_losses(score_BSR: Tensor, owner_BS: Tensor, last_takes_rest: bool) -> Tensor:
-    """Binary cross-entropy of the threshold rule of each layer, [R]: over the tokens still free at that layer, whether it
-    took them. A last layer that takes the rest decides nothing and has none."""
+    """Binary cross-entropy of the threshold rule of each layer, [R]: over the tokens still free at that layer, whether
+    it took them. A last layer that takes the rest decides nothing and has none."""
     layer_R = torch.arange(score_BSR.shape[-1], device=owner_BS.device)
     free_BSR = (owner_BS.unsqueeze(-1) >= layer_R).to(score_BSR.dtype)
     target_BSR = (owner_BS.unsqueeze(-1) == layer_R).to(score_BSR.dtype)

@@ -60,7 +60,7 @@ class Router(nn.Module):
 
 
 def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
-    """s = w.x + bias, [B, S], in fp32 at least; or of all layers of a round, [B, S, R], with weight [R, D] and bias [R]."""
+    """s = w.x + bias, [B, S], in fp32 at least; of all layers of a round, [B, S, R], with weight [R, D] and bias [R]."""
     dtype = torch.promote_types(x_BSD.dtype, torch.float32)
     logits_BS = F.linear(x_BSD.to(dtype), weight_D.to(dtype))
     return logits_BS if bias is None else logits_BS + bias.to(dtype)
@@ -126,12 +126,12 @@ def routing_loss(score_BS: Tensor, selection: Selection) -> Tensor:
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss, scale):
-        ctx.scale = scale
+        ctx.scale, ctx.loss_dtype = scale, loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, gradient.new_full((), ctx.scale), None
+        return gradient, gradient.new_full((), ctx.scale, dtype=ctx.loss_dtype), None
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:

@@ -138,7 +138,10 @@ class SparseRound(nn.Module):
         return own_by_threshold(score_BSR, self.last_takes_rest) if count is None else own_by_top_k(score_BSR, count)
 
     def _update(self, x_BSD, score_BS, selection, weights: LayerWeights, scale, cache):
-        """x with the gated update of the selected tokens (eq. 6, 7); score, selection and weights of one layer or [R, ...]."""
+        """x with the gated update of the selected tokens (eq. 6, 7).
+
+        Score, selection, weights and scale are those of one layer, or of all layers of a round with R in front.
+        """
         if not selection.positions_BK.shape[-1]:
             return x_BSD
         context = self.context

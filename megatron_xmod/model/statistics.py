@@ -1,4 +1,4 @@
-"""What routing did in one anchor group: the figures of the paper's table 10 and figure 5, per layer and per group."""
+"""What routing did in one anchor group: the figures of the paper's table 10, per layer and per group."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GroupStatistics:
         self.layers: list[Tensor] = []
         self.updates_BS: Tensor | None = None
         self.previous_BS: Tensor | None = None
-        self.overlap_sum: Tensor | float = 0.0
-        self.overlap_pairs: Tensor | float = 0.0
+        self.overlap_sum_B: Tensor | float = 0.0
+        self.overlap_pairs_B: Tensor | float = 0.0
 
     @torch.no_grad()
     def record_soft(self, score_BS: Tensor, selection: Selection, scale: Tensor | None) -> None:
@@ -33,7 +33,8 @@ class GroupStatistics:
                      routing_loss(score_BS, selection))
 
     @torch.no_grad()
-    def record_exclusive(self, score_BSR: Tensor, owner_BS: Tensor, scale_R: Tensor | None, last_takes_rest: bool) -> None:
+    def record_exclusive(self, score_BSR: Tensor, owner_BS: Tensor, scale_R: Tensor | None,
+                         last_takes_rest: bool) -> None:
         """Takes in the layers of an exclusive round: which of them took each token."""
         by_threshold = own_by_threshold(score_BSR, last_takes_rest)
         by_top_k = own_by_top_k(score_BSR, self.length // self.K)
@@ -49,13 +50,14 @@ class GroupStatistics:
         one = torch.ones((), device=score_BS.device)
         # The order of LAYER_FIGURES.
         self.layers.append(torch.stack([value.float() for value in (
-            taken.float().mean(), by_threshold.float().mean(), gate, one if scale is None else scale, updates.mean(), loss,
-            (by_threshold == by_top_k).float().mean(), both / by_threshold.sum().clamp(min=1), both / by_top_k.sum())]))
+            taken.float().mean(), by_threshold.float().mean(), gate, one if scale is None else scale, updates.mean(),
+            loss, (by_threshold == by_top_k).float().mean(), both / by_threshold.sum().clamp(min=1),
+            both / by_top_k.sum().clamp(min=1))]))
         if self.previous_BS is not None:
             union = (taken | self.previous_BS).sum(-1)
             shared = (taken & self.previous_BS).sum(-1)
-            self.overlap_sum = self.overlap_sum + (shared / union.clamp(min=1)).sum()
-            self.overlap_pairs = self.overlap_pairs + (union > 0).sum()
+            self.overlap_sum_B = self.overlap_sum_B + shared / union.clamp(min=1)
+            self.overlap_pairs_B = self.overlap_pairs_B + (union > 0)
         self.previous_BS = taken
         self.updates_BS = updates + taken
 
@@ -65,7 +67,9 @@ class GroupStatistics:
         figures = dict(zip(LAYER_FIGURES, columns, strict=True))
         figures["coverage"] = (self.updates_BS > 0).float().mean()
         if len(self.layers) > 1:
-            figures["overlap"] = (self.overlap_sum / self.overlap_pairs.clamp(min=1)).float()
+            # Each sequence's mean over its pairs with anybody in them, then the mean over sequences.
+            overlap_B = self.overlap_sum_B / self.overlap_pairs_B.clamp(min=1)
+            figures["overlap"] = overlap_B.sum().float() / (self.overlap_pairs_B > 0).sum().clamp(min=1)
         return figures
 
 

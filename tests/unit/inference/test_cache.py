@@ -189,3 +189,10 @@ def test_two_sequences_do_not_mix():
                 out.append(model(tokens[:, t:t + 1], cache))
         for tokens, out in zip(both, logits, strict=True):
             assert (torch.cat(out, 1) - model(tokens)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(("mode", "batch"), [("threshold", 2), ("top_k", 1)])
+def test_cache_refuses_what_it_can_not_do(mode, batch):
+    context = make_context(mode=mode)
+    with torch.no_grad(), pytest.raises(ValueError, match="one sequence under threshold"):
+        make_model(context)(make_tokens(context, batch, 8), KVCache())

@@ -7,7 +7,7 @@ import torch
 
 from megatron_xmod.model import sparse
 from megatron_xmod.model.block import attention_update, mlp_update
-from megatron_xmod.model.router import router_logits
+from megatron_xmod.model.router import attach_loss, router_logits
 from megatron_xmod.model.sparse import SparseRound
 from megatron_xmod.parallel.loss import cross_entropy
 from tests.unit.model.toy import bits, make_context, make_hidden, make_model, make_tokens, scramble
@@ -67,6 +67,9 @@ def test_training_and_causal_evaluation_are_finite(monkeypatch, recompute):
     context = make_context()
     context.recompute = recompute
     model, tokens = make_model(context, bf16), make_tokens(context, 1, 16)
+    counts = []
+    for group in model.layers[2:4]:
+        group.rounds[0].register_forward_pre_hook(lambda module, inputs: counts.append(inputs[1].dtype))
     logits = model(tokens)
     loss = cross_entropy(logits, tokens, context.config.vocab_size, context.mesh)
     assert (logits.dtype, loss.dtype) == (bf16, torch.float32)
@@ -77,3 +80,11 @@ def test_training_and_causal_evaluation_are_finite(monkeypatch, recompute):
     with torch.no_grad():
         assert model(tokens).isfinite().all()
     assert len(scores) >= 2 * 8 and {s.dtype for s in scores} == {torch.float32}
+    # bf16 would count to 256 only.
+    assert len(counts) >= 2 * 2 and set(counts) == {torch.float32}
+
+
+def test_attached_loss_keeps_its_scale_in_bf16():
+    x, w = torch.ones(2, dtype=torch.bfloat16, requires_grad=True), torch.ones((), requires_grad=True)
+    attach_loss(x, w * 3, 1 / 3).sum().backward()
+    assert w.grad.item() == pytest.approx(1.0, rel=1e-6)

@@ -8,6 +8,7 @@ import torch
 from megatron_xmod.model import sparse
 from megatron_xmod.model.block import Block, attention_update, mlp_update
 from megatron_xmod.model.sparse import AnchorGroup, SparseRound
+from megatron_xmod.model.statistics import GroupStatistics
 from tests.unit.model.toy import bits, distance, make_context, make_hidden, make_model, make_tokens, scramble
 
 GATES = [dict(gate="residual"), dict(gate="ffn", residual_scale=False)]
@@ -154,7 +155,9 @@ def test_recomputation_gives_the_same_bits_and_never_selects_again(monkeypatch, 
     calls = []
     name = {"top_k": "select_top_k", "threshold": "select_threshold"}[mode]
     select = getattr(sparse, name)
-    monkeypatch.setattr(sparse, name, lambda *args: calls.append(1) or select(*args))
+    monkeypatch.setattr(sparse, name, lambda *args: calls.append("select") or select(*args))
+    record = GroupStatistics.record
+    monkeypatch.setattr(GroupStatistics, "record", lambda *args: calls.append("record") or record(*args))
     results, context = [], make_context(mode=mode, **gate)
     tokens = make_tokens(context, 2, 16)
     for context.recompute in (False, True):
@@ -162,9 +165,9 @@ def test_recomputation_gives_the_same_bits_and_never_selects_again(monkeypatch, 
         context.statistics = {}
         model = make_model(context, torch.float32)
         logits = model(tokens)
-        assert len(calls) == 8
+        assert calls == ["select", "record"] * 8
         logits.square().sum().backward()
-        assert len(calls) == 8, "backward routed again"
+        assert len(calls) == 16, "backward routed or recorded again"
         assert [len(figures["selected"]) for figures in context.statistics.values()] == [2, 6]
         results.append([logits.detach(), *(p.grad for p in model.parameters())])
     for plain, recomputed in zip(*results, strict=True):

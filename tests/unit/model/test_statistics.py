@@ -164,3 +164,19 @@ def test_model_records_what_its_layers_do(mode):
             assert figures["selected"].tolist() == [0.25] * (2, 6)[index]
         else:
             assert torch.equal(figures["selected"], figures["above_threshold"])
+
+
+def test_overlap_is_averaged_per_sequence_first():
+    scores = random_scores(5, 2, 40, shift=0.0)
+    for score_BS in scores[1:]:
+        score_BS[0] = -1 - score_BS[0].abs()  # sequence 0 has one pair with anybody in it, sequence 1 has four
+    expected = overlap_by_hand(scores, threshold_sets, 2)
+    assert collect(scores, select_threshold)["overlap"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_statistics_of_a_short_sequence_are_finite():
+    context = make_context(mode="threshold")
+    context.statistics = {}
+    with torch.no_grad():
+        make_model(context)(make_tokens(context, 1, 2))  # shorter than K
+    assert all(value.isfinite().all() for figures in context.statistics.values() for value in figures.values())

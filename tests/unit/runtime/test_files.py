@@ -4,7 +4,7 @@ import resource
 import pytest
 
 from megatron_xmod.errors import UserError
-from megatron_xmod.runtime.files import sync_folder, write_atomically
+from megatron_xmod.runtime.files import PendingFile, sync_folder, write_atomically
 
 
 def test_writes_and_replaces(tmp_path):
@@ -58,3 +58,35 @@ def test_missing_folders_are_made(tmp_path):
     assert (tmp_path / "new" / "folder" / "file").read_text() == "text"
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "missing")
+
+
+def test_pending_file_appears_when_published(tmp_path):
+    path = tmp_path / "text.bin"
+    file = PendingFile(path)
+    file.write(b"first ")
+    file.write(memoryview(b"second"))
+    file.seal()
+    assert not path.exists()
+    file.publish()
+    file.discard()
+    assert path.read_bytes() == b"first second"
+    assert os.listdir(tmp_path) == ["text.bin"]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_discarded_file_leaves_nothing(tmp_path, sealed):
+    path = tmp_path / "text.bin"
+    path.write_bytes(b"old")
+    file = PendingFile(path)
+    file.write(b"new")
+    if sealed:
+        file.seal()
+    file.discard()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["text.bin"]
+
+
+def test_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot write"):
+        PendingFile(tmp_path / "file" / "text.bin")

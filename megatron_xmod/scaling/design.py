@@ -1,0 +1,253 @@
+"""Which K and A for a budget: everything that can be built, judged by a fitted law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import log
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from megatron_xmod import flops
+from megatron_xmod.config.schema import Config, DataConfig, ModelConfig
+from megatron_xmod.errors import UserError
+from megatron_xmod.scaling.bootstrap import percentile_interval
+from megatron_xmod.scaling.fitted import FittedLaw
+from megatron_xmod.scaling.separable import Runs
+
+LEVEL = 0.8  # of all intervals
+_STRIDES = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        compute: Training FLOPs, C.
+        seq_length: Tokens per sequence, L.
+        active_params: N_act as the law takes it.
+        model: The backbone; its K and A do not matter.
+        max_params, max_layers: Limits of the whole model.
+        anchor_stride: A, where it is given.
+        ratio: Whether N/N_act counts "params" or "layers".
+        stages: Pipeline stages the model must be cut into.
+    """
+
+    compute: float
+    seq_length: int
+    active_params: float
+    model: ModelConfig
+    max_params: float | None = None
+    max_layers: int | None = None
+    anchor_stride: float | None = None
+    ratio: str = "params"
+    stages: int = 1
+
+    def __post_init__(self):
+        for name in ("compute", "seq_length", "active_params", "max_params", "max_layers", "anchor_stride", "stages"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0.")
+        if self.model.prefix_layers is None or self.model.prefix_layers >= self.model.active_layers:
+            raise UserError("the backbone has no routed layers: model.prefix_layers must be a number below "
+                            f"model.active_layers ({self.model.active_layers}).")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that can be built. `delta`: predicted loss against dense, nats; `p_best`: share of the law's
+    bootstrap refits in which it is the best; `tested`: K and A lie in the range of the law's data."""
+
+    K: int
+    A: float
+    ratio: float
+    delta: float
+    interval: tuple[float, float]
+    p_best: float
+    tested: bool
+    layers: int
+    total_params: int
+    flops_ratio: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer.
+
+    Attributes:
+        best: None where nothing that is tested promises less loss than dense.
+        near_ties: Candidates that the law's own scatter can't tell from the best.
+        candidates: All that can be built within the limits, by predicted loss, those outside the tested range last.
+        continuous: K and delta of the optimum over real K at the best (or given) A, limits ignored; None where the law
+            keeps falling with K.
+        stride: The A of that optimum.
+        notes: What to know before trusting the answer.
+    """
+
+    best: Candidate | None
+    near_ties: list[Candidate]
+    candidates: list[Candidate]
+    continuous: tuple[float, float] | None
+    stride: float
+    p_dense: float
+    notes: list[str]
+    inside: bool
+
+
+def choose(question: Question, law: FittedLaw) -> Choice:
+    """The best K and A by the law.
+
+    Raises:
+        UserError: nothing can be built within the limits.
+    """
+    models = _buildable(question, law)
+    candidates, p_dense = _judge(question, law, models)
+    usable = [c for c in candidates if c.tested == candidates[0].tested]
+    best = usable[0] if usable[0].delta < 0 else None
+    level = best.delta if best else 0.0
+    ties = [c for c in usable if c is not best and c.delta - level <= law.rmse]
+    stride = question.anchor_stride or usable[0].A
+    optimum = continuous_optimum(question, law, stride)
+    notes, inside = _doubts(question, law, best, usable[0])
+    if optimum is None:
+        notes.append(f"At A = {stride:g} the law keeps falling with K, so there is no optimal K: the end of the tested "
+                     "range decides.")
+    return Choice(best, ties, candidates, optimum, stride, p_dense, notes, inside)
+
+
+def _buildable(question: Question, law: FittedLaw) -> list[ModelConfig]:
+    low, high = law.domain["A"]
+    strides = [question.anchor_stride] if question.anchor_stride else [a for a in _STRIDES if low <= a <= high]
+    refused: Counter = Counter()
+    models = []
+    for K in range(2, min(question.seq_length, int(2 * law.domain["K"][1])) + 1):
+        if question.seq_length % K:
+            continue
+        for A in strides:
+            model = replace(question.model, routing=replace(question.model.routing, K=K, A=A))
+            reason = _refusal(question, model)
+            if reason:
+                refused[reason] += 1
+            else:
+                models.append(model)
+    if not models:
+        reasons = "; ".join(f"{reason} ({count} configurations)" for reason, count in refused.items())
+        raise UserError(f"no K and A can be built for L = {question.seq_length}: "
+                        f"{reasons or 'L has no divisor in the range of K'}. Loosen the limits, or change L.")
+    return models
+
+
+def _refusal(question: Question, model: ModelConfig) -> str | None:
+    try:
+        plan = flops.model_plan(model)
+    except UserError:
+        return "the active depth can't be cut into groups of A*K sparse layers"
+    if not plan.sparse_layers:
+        return "no sparse layers are left"
+    if question.max_layers and plan.layers > question.max_layers:
+        return f"more than {question.max_layers} layers"
+    if question.max_params and flops.total_params(model) > question.max_params:
+        return f"more than {question.max_params:.4g} parameters"
+    if plan.prefix_layers + len(plan.groups) < question.stages:
+        return f"can't be cut into {question.stages} pipeline stages"
+    return None
+
+
+def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tuple[list[Candidate], float]:
+    """The candidates by predicted loss, and the share of refits in which dense is best."""
+    K = np.array([m.routing.K for m in models], dtype=float)
+    A = np.array([m.routing.A for m in models])
+    ratio = np.array([_built_ratio(question, m) for m in models])
+    x = _variables(question, K, A, ratio)
+    delta, draws = law.predict(x), law.predict_draws(x)
+    tested = _within(law, "K", K) & _within(law, "A", A)
+    allowed = tested if tested.any() else np.ones(len(K), bool)
+    # Column 0 is dense.
+    chances = np.concatenate([np.zeros((len(draws), 1)), np.where(allowed, draws, np.inf)], axis=1)
+    share = np.bincount(np.argmin(chances, axis=1), minlength=len(K) + 1) / len(draws)
+    found = [Candidate(m.routing.K, m.routing.A, float(ratio[i]), float(delta[i]),
+                       percentile_interval(draws[:, i], LEVEL), float(share[i + 1]), bool(tested[i]),
+                       flops.model_plan(m).layers, flops.total_params(m),
+                       flops.flops_ratio_to_dense(m, question.seq_length)) for i, m in enumerate(models)]
+    return sorted(found, key=lambda c: (not c.tested, c.delta)), float(share[0])
+
+
+def _within(law: FittedLaw, name: str, value: np.ndarray) -> np.ndarray:
+    low, high = law.domain[name]
+    return (value >= low) & (value <= high)
+
+
+def _variables(question: Question, K: np.ndarray, A: np.ndarray, ratio: np.ndarray) -> Runs:
+    one = np.ones_like(K, dtype=float)
+    return {"N_act": one * question.active_params, "L": one * question.seq_length, "C": one * question.compute,
+            "K": K, "A": one * A, "ratio": ratio}
+
+
+def _built_ratio(question: Question, model: ModelConfig) -> float:
+    if question.ratio == "layers":
+        return flops.model_plan(model).layers / model.active_layers
+    return flops.total_params(model) / flops.active_params(model)
+
+
+def _continuous_ratio(question: Question, K: np.ndarray, A: float) -> np.ndarray:
+    """N/N_act for real K: H/(A+1) groups, whole or not (eq. 4, 5, 19)."""
+    model = question.model
+    groups = (model.active_layers - model.prefix_layers) / (A + 1)
+    layers = model.prefix_layers + groups * (1 + A * K)
+    if question.ratio == "layers":
+        return layers / model.active_layers
+    matrices = flops.layer_matrices(model)
+    outside = flops.active_params(replace(model, prefix_layers=None)) - matrices * model.active_layers
+    return (matrices * layers + outside) / (matrices * model.active_layers + outside)
+
+
+def curve(question: Question, law: FittedLaw, K: np.ndarray, A: float) -> tuple[np.ndarray, np.ndarray]:
+    """Delta over real K at one A: the law's [n], and its refits' [draws, n]."""
+    x = _variables(question, K, np.full(len(K), A), _continuous_ratio(question, K, A))
+    return law.predict(x), law.predict_draws(x)
+
+
+def continuous_optimum(question: Question, law: FittedLaw, A: float) -> tuple[float, float] | None:
+    """The real K from 1 to L with the smallest delta at one A, and that delta; None where that is K = L."""
+
+    def delta(log_K: float) -> float:
+        K = np.array([np.exp(log_K)])
+        return float(law.predict(_variables(question, K, A, _continuous_ratio(question, K, A)))[0])
+
+    grid = np.linspace(0.0, log(question.seq_length), 400)
+    lowest = int(np.argmin([delta(point) for point in grid]))
+    if lowest == len(grid) - 1:
+        return None
+    ends = grid[max(0, lowest - 1)], grid[lowest + 1]
+    found = minimize_scalar(delta, bounds=ends, method="bounded", options={"xatol": 1e-6})
+    return float(np.exp(found.x)), float(found.fun)
+
+
+def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: Candidate) -> tuple[list[str], bool]:
+    """Notes for people, and whether the question lies inside the law's data."""
+    asked = {"N_act": question.active_params, "L": question.seq_length, "K": first.K, "A": first.A}
+    if "C" in law.form.variables:
+        asked["C"] = question.compute
+    notes, inside = [], True
+    for name, value in asked.items():
+        low, high = law.domain[name]
+        if not low <= value <= high:
+            inside = False
+            notes.append(f"OUTSIDE THE DATA: {name} = {value:g}, but the law was fitted on {low:g} to {high:g}.")
+    if "C" not in law.form.variables:
+        notes.append("The law has no C in it: K and A do not depend on --compute, which only sets the tokens. Whether "
+                     "the gain holds at another budget than that of its runs is not known.")
+    if best is None:
+        notes.append("No tested configuration promises less loss than the dense model: train dense.")
+    elif "z" in law.form.names and question.anchor_stride is None and best.A == max(law.domain["A"]):
+        notes.append("The law improves with A without end (for K > 1), so the best A is the largest tested one; "
+                     "--max-params and --max-layers bound it.")
+    return notes, inside
+
+
+def training_config(question: Question, candidate: Candidate) -> Config:
+    """The configuration of a candidate, with default training settings."""
+    routing = replace(question.model.routing, K=candidate.K, A=candidate.A)
+    return Config(model=replace(question.model, routing=routing), data=DataConfig(seq_length=question.seq_length))

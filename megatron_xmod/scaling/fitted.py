@@ -1,0 +1,92 @@
+"""A fitted law with what is needed to trust it: the range of its data, its scatter, its uncertainty."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_xmod.errors import UserError
+from megatron_xmod.scaling.fit import Fit, Problem, refit
+from megatron_xmod.scaling.law import BASE, GAIN_BY_COMPUTE, PUBLISHED, PUBLISHED_RMSE, XMOD
+from megatron_xmod.scaling.separable import Params, ProductForm, Runs
+from megatron_xmod.scaling.synthetic import paper_grid, simulate, variables
+
+# The laws that a question can be put to: it gives all their variables.
+_FORMS = {form.name: form for form in (XMOD, BASE, GAIN_BY_COMPUTE)}
+# How often the published law is fitted again to runs drawn from itself.
+_PUBLISHED_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """A law and its evidence.
+
+    Attributes:
+        source: Where it comes from, for people.
+        form, params: The law.
+        domain: Smallest and largest tested value of N_act, L, K, A (and C, where the law has it).
+        rmse: Scatter of the runs about the law, nats.
+        draws: Parameters of bootstrap refits.
+    """
+
+    source: str
+    form: ProductForm
+    params: Params
+    domain: dict[str, tuple[float, float]]
+    rmse: float
+    draws: list[Params]
+
+    def predict(self, x: Runs) -> np.ndarray:
+        """Delta [n], nats against the dense reference."""
+        return self.form.predict(self.params, x)
+
+    def predict_draws(self, x: Runs) -> np.ndarray:
+        """Delta under every bootstrap refit [draws, n]."""
+        return np.array([self.form.predict(draw, x) for draw in self.draws])
+
+
+def published_law() -> FittedLaw:
+    """Table 8's law. Its runs are not public, so it is refitted to runs drawn from itself with its scatter."""
+    x = variables(paper_grid())
+    rng = np.random.default_rng(0)
+    draws = []
+    for _ in range(_PUBLISHED_DRAWS):
+        y = simulate(x, PUBLISHED, PUBLISHED_RMSE, rng)
+        start = Fit(Problem(XMOD, x, y, x["dense_loss"]), PUBLISHED, np.inf)
+        draws.append(refit(start).params)
+    domain = {"N_act": (165e6, 936e6), "L": (2048.0, 32768.0), "K": (2.0, 24.0), "A": (0.5, 5.0)}
+    return FittedLaw("arXiv 2609.34212, table 8", XMOD, PUBLISHED, domain, PUBLISHED_RMSE, draws)
+
+
+def data_domain(x: Runs) -> dict[str, tuple[float, float]]:
+    """The range of each variable in the data."""
+    return {name: (float(x[name].min()), float(x[name].max())) for name in ("N_act", "L", "K", "A", "C")}
+
+
+def read_law(path: str | Path) -> FittedLaw:
+    """A law saved by `fit_law.py xmod --json`.
+
+    Raises:
+        UserError: it can't be read, or is not such a file.
+    """
+    try:
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--law {path} can't be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise UserError(f"--law {path} is not JSON: {error}.") from error
+    try:
+        form = _FORMS[saved["law"]]
+        params = {name: float(saved[name]) for name in form.names}
+        domain = {name: (float(low), float(high)) for name, (low, high) in saved["domain"].items()}
+        draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
+        law = FittedLaw(str(path), form, params, domain, float(saved["scores"]["rmse"]), draws)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
+                        f"{', '.join(_FORMS)}: {error!r} is missing or wrong.") from error
+    if not draws:
+        raise UserError(f"--law {path} has no bootstrap draws; fit it again with --bootstrap above 0.")
+    return law

@@ -1,0 +1,118 @@
+"""How good a fit is: scores, whole groups held out, and the regret of choosing K by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_xmod.errors import UserError
+from megatron_xmod.scaling.fit import Fit, Problem, fit
+from megatron_xmod.scaling.law import BASE, XMOD
+from megatron_xmod.scaling.separable import Params, Runs
+from megatron_xmod.scaling.stages import two_stage
+
+# Fits the runs it is given and returns printed parameters of `XMOD`, or of `BASE` where no run has A != 1.
+Fitter = Callable[[Problem], Params]
+HELD_OUT_BY = ("L", "A", "N_act")
+
+
+def scores(measured: np.ndarray, predicted: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """rmse and mae in nats, r2 on the residual against the dense reference (not a number for constant ones)."""
+    error = predicted - measured
+    spread = np.sum((measured - base - np.mean(measured - base)) ** 2)
+    return {"runs": len(error), "rmse": float(np.sqrt(np.mean(error**2))), "mae": float(np.mean(np.abs(error))),
+            "r2": float(1 - np.sum(error**2) / spread) if spread > 0 else float("nan")}
+
+
+def fit_scores(best: Fit) -> dict[str, float]:
+    """The scores of a fit on its own runs."""
+    problem = best.problem
+    return scores(problem.y, problem.predict(best.params), problem.base)
+
+
+def joint(problem: Problem) -> Params:
+    """A `Fitter`: all parameters together."""
+    form = problem.form if np.any(problem.x["A"] != 1) or problem.form is not XMOD else BASE
+    return fit(Problem(form, problem.x, problem.y, problem.base, problem.log, problem.loss), starts=16).params
+
+
+def staged(problem: Problem) -> Params:
+    """A `Fitter`: the published two stages."""
+    return two_stage(problem).params
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One group left out: which runs [m], and what the rest predicts for them [m]; or why that can't be."""
+
+    variable: str
+    value: float
+    runs: np.ndarray
+    predicted: np.ndarray
+    problem: str = ""
+
+
+def leave_groups_out(problem: Problem, variable: str, fitter: Fitter = joint) -> list[HeldOut]:
+    """Leaves out every run with one value of `variable` (L, A or N_act), one value after the other.
+
+    Predicted are those of the runs left out that belong to the sweep over the variable: where the other two take
+    the same values at several values of it. A = 1 is never left out, it is the anchor's zero.
+    """
+    results = []
+    sweep = _sweep_over(problem.x, variable)
+    for value in np.unique(problem.x[variable][sweep]):
+        if variable == "A" and value == 1:
+            continue
+        out = problem.x[variable] == value
+        runs = np.flatnonzero(out & sweep)
+        try:
+            params = fitter(problem.select(~out))
+            predicted, reason = _predict(problem.select(out & sweep), params), ""
+        except UserError as error:
+            predicted, reason = np.full(len(runs), np.nan), str(error)
+        results.append(HeldOut(variable, float(value), runs, predicted, reason))
+    return results
+
+
+def _predict(problem: Problem, params: Params) -> np.ndarray:
+    form = problem.form if set(problem.form.names) <= set(params) else BASE
+    return problem.base + form.predict(params, problem.x)
+
+
+def _sweep_over(x: Runs, variable: str) -> np.ndarray:
+    """Which runs have the other two variables in common with runs at another value [n]."""
+    others = [name for name in HELD_OUT_BY if name != variable]
+    places = list(zip(*(x[name] for name in others), strict=True))
+    values: dict[tuple, set] = {}
+    for place, value in zip(places, x[variable], strict=True):
+        values.setdefault(place, set()).add(value)
+    return np.array([len(values[place]) > 1 for place in places])
+
+
+def pooled_scores(problem: Problem, results: list[HeldOut]) -> dict[str, float]:
+    """Scores over all groups that could be predicted."""
+    good = [result for result in results if not result.problem]
+    if not good:
+        return {"runs": 0}
+    runs = np.concatenate([result.runs for result in good])
+    return scores(problem.y[runs], np.concatenate([result.predicted for result in good]), problem.base[runs])
+
+
+def regrets(problem: Problem, predicted: np.ndarray) -> list[dict[str, float]]:
+    """For each N_act, L and A with several K: the K with the smallest prediction, and what it cost.
+
+    `regret` is the measured loss at the chosen K minus the smallest measured loss of the tested ones, in nats.
+    """
+    x = problem.x
+    places = np.stack([x["N_act"], x["L"], x["A"]], axis=1)
+    rows = []
+    for place in np.unique(places, axis=0):
+        runs = np.flatnonzero((places == place).all(axis=1) & np.isfinite(predicted))
+        if len(np.unique(x["K"][runs])) < 2:
+            continue
+        chosen, best = runs[np.argmin(predicted[runs])], runs[np.argmin(problem.y[runs])]
+        rows.append({"N_act": place[0], "L": place[1], "A": place[2], "chosen_K": x["K"][chosen],
+                     "best_K": x["K"][best], "regret": problem.y[chosen] - problem.y[best]})
+    return rows

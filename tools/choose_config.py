@@ -1,0 +1,205 @@
+"""Which K and A for a budget: what can be built, ranked by a scaling law, and how far to trust it. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_xmod import flops
+from megatron_xmod.config.load import load_config
+from megatron_xmod.config.schema import ModelConfig
+from megatron_xmod.parallel.cut import cut_stages, imbalance
+from megatron_xmod.runtime.entry import run
+from megatron_xmod.scaling import require_extra
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _amount(text: str) -> float:
+    """556e6 or 556M."""
+    unit = _UNITS.get(text[-1:].upper(), 1.0)
+    return float(text[:-1] if unit > 1 else text) * unit
+
+
+def _count(text: str) -> int:
+    value = float(text)
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+_amount.__name__, _count.__name__ = "amount", "whole number"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="choose_config.py", description=__doc__)
+    add = parser.add_argument
+    add("--compute", type=_amount, required=True, metavar="C", help="training FLOPs, as 1e20")
+    add("--seq-length", type=_count, required=True, metavar="L", help="tokens per sequence")
+    add("--active-params", type=_amount, required=True, metavar="N", help="N_act: parameters an average token passes, "
+        "as 556M; the paper's own labels where they apply")
+    add("--max-params", type=_amount, metavar="M", help="most parameters of the whole model")
+    add("--max-layers", type=_count, metavar="n", help="most layers of the whole model")
+    add("--anchor-stride", type=float, metavar="A", help="use this A instead of searching")
+    add("--ratio", choices=("params", "layers"), default="params", help="whether N/N_act counts parameters, embeddings "
+        "included, or layers (default: params)")
+    add("--pipeline-stages", type=_count, default=1, metavar="P", help="the model must be cut into P stages")
+    add("--config", action="append", default=[], metavar="FILE", help="backbone: a configuration file, several times if "
+        "need be. Without it the paper's backbone nearest in size")
+    add("--law", metavar="FILE", help="a law saved by fit_law.py xmod --json; without it the published one")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--plot", metavar="PNG", type=Path, help="write the map of delta over K and A, and the curve over K")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    require_extra()
+    from megatron_xmod.scaling import design, fitted
+
+    model, notes = _backbone(args)
+    question = design.Question(args.compute, args.seq_length, args.active_params, model, args.max_params,
+                               args.max_layers, args.anchor_stride, args.ratio, args.pipeline_stages)
+    law = fitted.read_law(args.law) if args.law else fitted.published_law()
+    choice = design.choose(question, law)
+    answer = describe(question, law, choice, notes)
+    if args.plot:
+        draw(question, law, choice, args.plot)
+    print(json.dumps(answer, indent=2) if args.json else report(answer))
+
+
+def _backbone(args: argparse.Namespace) -> tuple[ModelConfig, list[str]]:
+    from megatron_xmod.scaling.backbones import nearest_backbone
+
+    if args.config:
+        return load_config([word for file in args.config for word in ("--config", file)]).model, []
+    label, model = nearest_backbone(args.active_params)
+    if abs(args.active_params / label - 1) < 0.05:
+        return model, []
+    return model, [f"Layers, FLOPs and memory are those of the paper's {label:.3g} backbone, the nearest in size to "
+                   f"{args.active_params:.3g}; give your own with --config."]
+
+
+def describe(question, law, choice, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The answer as plain values. Losses in nats per token, memory in bytes."""
+    best = choice.best
+    answer: dict[str, Any] = {
+        "question": {name: value for name, value in asdict(question).items() if name != "model"},
+        "law": law.source,
+        "K": best.K if best else None,
+        "A": best.A if best else None,
+        "delta": best.delta if best else 0.0,
+        "delta_interval": best.interval if best else (0.0, 0.0),
+        "p_best": best.p_best if best else choice.p_dense,
+        "p_dense": choice.p_dense,
+        "continuous_K": choice.continuous[0] if choice.continuous else None,
+        "continuous_delta": choice.continuous[1] if choice.continuous else None,
+        "continuous_A": choice.stride,
+        "inside_data": choice.inside,
+        "law_rmse": law.rmse,
+        **(_costs(question, best) if best else {}),
+        "near_ties": [asdict(c) for c in choice.near_ties],
+        "candidates": [asdict(c) for c in choice.candidates],
+        "notes": [*choice.notes, *notes],
+    }
+    if law.source.startswith("arXiv"):
+        from megatron_xmod.scaling.table9 import table9_misfit
+        answer["table9_misfit"] = [row._asdict() for row in table9_misfit()]
+    return answer
+
+
+def _costs(question, candidate) -> dict[str, Any]:
+    """FLOPs, tokens and memory of a candidate. Tokens: C over the true training FLOPs per token."""
+    from megatron_xmod.scaling.design import training_config
+
+    config = training_config(question, candidate)
+    train = flops.train_flops_per_token(config.model, question.seq_length)
+    costs = flops.layer_flops(config.model, question.seq_length)
+    return {
+        "layers": candidate.layers,
+        "total_params": candidate.total_params,
+        "flops_per_token_paper": flops.flops_per_token_paper(config.model, question.seq_length),
+        "flops_ratio_to_dense": candidate.flops_ratio,
+        "train_flops_per_token": train,
+        "tokens": question.compute / train,
+        "state_bytes": flops.state_bytes(config),
+        "stage_imbalance": imbalance(costs, cut_stages(costs, question.stages)),
+    }
+
+
+def report(answer: dict[str, Any]) -> str:
+    """The answer for people."""
+    lines = [f"law: {answer['law']}", ""]
+    lines += _headline(answer) + ["", _HEADER]
+    ties = {(tie["K"], tie["A"]) for tie in answer["near_ties"]}
+    shown = 0
+    for row in answer["candidates"]:
+        shown += row["tested"]
+        if row["tested"] and shown <= 12 or not row["tested"] and row["delta"] < answer["delta"]:
+            mark = "best" if (row["K"], row["A"]) == (answer["K"], answer["A"]) else \
+                "near-tie" if (row["K"], row["A"]) in ties else "" if row["tested"] else "not tested"
+            lines.append(_line(row, mark))
+    lines.append(f"{len(answer['candidates'])} can be built. Delta: predicted loss against dense, nats, 80 % interval; "
+                 "P(best): share of the law's refits; both take the law's form for right.")
+    lines += [f"Near-ties: within the scatter of single runs about the law, {answer['law_rmse']:.4f}.", ""]
+    lines += [f"! {note}" for note in answer["notes"]]
+    if "table9_misfit" in answer:
+        rows = ", ".join(f"K {r['K']}: {r['measured']:+.3f} (law {r['predicted']:+.3f}, "
+                         f"{r['predicted'] / r['measured']:.1f}x)" for r in answer["table9_misfit"])
+        lines.append("! Outside its sweeps the law has promised too much. Table 9 (165M width, 52 active layers, A 1), "
+                     f"measured: {rows}.")
+    return "\n".join(lines)
+
+
+_HEADER = f"{'K':>4} {'A':>5} {'delta':>8}  {'interval':>18} {'P(best)':>8} {'N/N_act':>8} {'layers':>7} {'N':>9} " \
+          f"{'phi/dense':>10}"
+
+
+def _line(row: dict[str, Any], mark: str) -> str:
+    low, high = row["interval"]
+    return (f"{row['K']:>4} {row['A']:>5g} {row['delta']:>+8.4f}  [{low:+.4f}, {high:+.4f}] {row['p_best']:>8.2f} "
+            f"{row['ratio']:>8.2f} {row['layers']:>7} {row['total_params'] / 1e9:>8.2f}B {row['flops_ratio']:>10.2f}  "
+            f"{mark}").rstrip()
+
+
+def _headline(answer: dict[str, Any]) -> list[str]:
+    optimum = "none" if answer["continuous_K"] is None else \
+        f"K = {answer['continuous_K']:.1f}, delta {answer['continuous_delta']:+.4f}"
+    continuous = f"optimum over real K at A = {answer['continuous_A']:g}: {optimum}"
+    if answer["K"] is None:
+        return [f"best: dense (P {answer['p_dense']:.2f})", continuous]
+    low, high = answer["delta_interval"]
+    memory = sum(answer["state_bytes"].values()) / 2**30
+    return [f"best: K = {answer['K']}, A = {answer['A']:g}: delta {answer['delta']:+.4f} [{low:+.4f}, {high:+.4f}] "
+            f"nats against dense, P(best) {answer['p_best']:.2f}", continuous,
+            f"{answer['layers']} layers, {answer['total_params'] / 1e9:.2f} B parameters, training state "
+            f"{memory:.1f} GiB before sharding",
+            f"FLOPs per token: phi {answer['flops_per_token_paper']:.3g} ({answer['flops_ratio_to_dense']:.2f} of "
+            f"dense), training {answer['train_flops_per_token']:.3g}; "
+            f"C = {answer['question']['compute']:.3g} is {answer['tokens']:.3g} tokens"]
+
+
+def draw(question, law, choice, path: Path) -> None:
+    """Writes the plot."""
+    from megatron_xmod.scaling import design, plots
+
+    found = {(c.K, c.A): c.delta for c in choice.candidates}
+    K, A = sorted({k for k, _ in found}), sorted({a for _, a in found})
+    delta = np.array([[found.get((k, a), np.nan) for k in K] for a in A])
+    at = np.geomspace(1, 1.5 * max(K), 120)
+    value, draws = design.curve(question, law, at, choice.stride)
+    low, high = np.percentile(draws, [50 * (1 - design.LEVEL), 50 * (1 + design.LEVEL)], axis=0)
+    built = [(k, found[k, choice.stride]) for k in K if (k, choice.stride) in found]
+    best = (choice.best.K, choice.best.A) if choice.best else None
+    plots.save(plots.choice(K, A, delta, best, (at, value, low, high), choice.stride, law.domain["K"],
+                            tuple(np.array(built).T)), path)
+
+
+if __name__ == "__main__":
+    run(main)
