@@ -60,7 +60,7 @@ class Router(nn.Module):
 
 
 def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
-    """s = w.x + bias, [B, S], in fp32 at least; of all layers of a round, [B, S, R], with weight [R, D] and bias [R]."""
+    """s = w.x + bias, [B, S], in fp32 at least; of all layers of a round [B, S, R], with weight [R, D], bias [R]."""
     dtype = torch.promote_types(x_BSD.dtype, torch.float32)
     logits_BS = F.linear(x_BSD.to(dtype), weight_D.to(dtype))
     return logits_BS if bias is None else logits_BS + bias.to(dtype)
