@@ -11,13 +11,14 @@ def main(arguments: list[str]) -> None:
     config = load_config(arguments)  # before the heavy imports: a mistake is told at once
 
     from megatron_xmod.runtime.distributed import start_distributed
+
+    device = start_distributed(config.train)  # before anything imports deepspeed: it must know the device by then
+
     from megatron_xmod.runtime.stop import StopRequest
     from megatron_xmod.train.loop import Trainer, resolve_vocabulary
 
-    config = resolve_vocabulary(config)
-    device = start_distributed(config.train)
     stop = StopRequest(device)
-    Trainer(config, device).run(stop.agreed)
+    Trainer(resolve_vocabulary(config), device).run(stop.agreed)
 
 
 if __name__ == "__main__":

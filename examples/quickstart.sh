@@ -3,17 +3,17 @@
 # 2 processes, stopped half-way and resumed -> text that it writes. The text is the source code of Python's own standard
 # library; --input PATH takes yours (files, folders; .jsonl, .txt, .py, ...). All of it lands in runs/quickstart.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
-input=""
-prompt="def "
+input="" prompt="def " vocab_size=4096
 while [ $# -gt 0 ]; do
     case "$1 ${2:-}" in
-        --input\ ?*) input=$2; shift 2 ;;
+        --input\ ?*) input=$(realpath -- "$2"); shift 2 ;;
         --prompt\ ?*) prompt=$2; shift 2 ;;
-        *) echo "usage: bash examples/quickstart.sh [--input PATH] [--prompt TEXT]" >&2; exit 2 ;;
+        --vocab-size\ ?*) vocab_size=$2; shift 2 ;;  # less for a small text
+        *) echo "usage: bash examples/quickstart.sh [--input PATH] [--prompt TEXT] [--vocab-size N]" >&2; exit 2 ;;
     esac
 done
+cd "$(dirname "$0")/.."
 
 bash tools/setup_venv.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
@@ -33,10 +33,24 @@ elif [ "$gpus" = 1 ]; then
 fi
 say() { printf '\n== %s\n' "$*"; }
 
-say "1/5 A tokenizer of 4096 pieces from $input"
-rm -rf "$run"
+if [ -e "$run" ]; then  # an earlier one is kept
+    n=1
+    while [ -e "$run.$n" ]; do n=$((n + 1)); done
+    mv "$run" "$run.$n"
+fi
 mkdir -p "$run"
-"${python[@]}" tools/train_tokenizer.py --input "$input" "${exclude[@]}" --vocab-size 4096 --output "$run/tokenizer.model"
+case "$input" in
+    *.jsonl | *.ndjson | *.json | *.gz | *.zst) ;;
+    *)  # One plain file would be one document; validation needs documents of its own.
+        if [ -f "$input" ]; then
+            mkdir "$run/parts"
+            split --line-bytes 64K --additional-suffix .txt "$input" "$run/parts/"
+            input=$run/parts
+        fi ;;
+esac
+
+say "1/5 A tokenizer of $vocab_size pieces from $input"
+"${python[@]}" tools/train_tokenizer.py --input "$input" "${exclude[@]}" --vocab-size "$vocab_size" --output "$run/tokenizer.model"
 
 say "2/5 Tokenized shards, 2 workers"
 "${python[@]}" tools/preprocess_data.py --input "$input" "${exclude[@]}" --tokenizer sentencepiece \

@@ -91,7 +91,7 @@ def _first_group(horizon: int, stride: Fraction) -> tuple[int, Fraction]:
 def _exact(A: float, K: int) -> Fraction:
     """A as a multiple of 1/K; 0.333 is taken as 1/3 where K is 3."""
     layers = round(A * K)
-    if layers < 1 or abs(A * K - layers) > 1e-3 * max(1, layers) ** 0.5:
+    if layers < 1 or abs(A * K - layers) > 1e-3:
         below, above = max(1, int(A * K)), int(A * K) + 1
         near = " or ".join(f"{n / K:g}" for n in sorted({below, above}))
         raise UserError(f"model.routing.A*K must be an integer, the sparse layers of a group, but A = {A:g} and "

@@ -50,8 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--ratio", choices=("params", "layers"), default="params", help="whether N/N_act counts parameters, embeddings "
         "included, or layers (default: params)")
     add("--pipeline-stages", type=_count, default=1, metavar="P", help="the model must be cut into P stages")
-    add("--config", action="append", default=[], metavar="FILE", help="backbone: a configuration file, several times if "
-        "need be. Without it the paper's backbone nearest in size")
+    add("--config", action="append", default=[], metavar="FILE", help="backbone: a configuration file, repeatable. "
+        "Without it the paper's backbone nearest in size")
     add("--law", metavar="FILE", help="a law saved by fit_law.py xmod --json; without it the published one")
     add("--json", action="store_true", help="print one JSON object")
     add("--plot", metavar="PNG", type=Path, help="write the map of delta over K and A, and the curve over K")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv at the top of the checkout, or brings an old one up to date; does nothing when nothing has changed.
-# Takes the first Python of 3.12, 3.11, 3.10 that can make one; PYTHON=/path/to/python chooses another.
+# Takes python3 if it is 3.10 to 3.12, or else python3.12, 3.11, 3.10; PYTHON=/path/to/python chooses another.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,12 +21,15 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" = "$wanted" ]; then
 fi
 python=$(pick_python)
 echo "Installing into .venv with $("$python" --version); the first time takes some minutes."
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# An environment that was interrupted while it was made has no pip.
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 # torch first and by its exact release: whatever depends on it then finds it there.
-.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt torch |
-    grep -E '^(Collecting|Downloading|Successfully)' || true
-.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[test]' |
-    grep -E '^(Collecting|Downloading|Successfully)' || true
+install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt "$@" |
+        sed -nE '/^(Collecting|Downloading|Successfully)/p'
+}
+install torch
+install -e '.[test]'
 .venv/bin/python -c 'import torch, deepspeed, megatron_xmod' >/dev/null
 echo "$wanted" > .venv/installed

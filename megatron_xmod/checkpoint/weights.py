@@ -24,11 +24,11 @@ def load_transformer(path: str | Path) -> tuple[Transformer, Config]:
         UserError: no checkpoint is there, or a file of it is missing, damaged or of another model.
     """
     folder = store.locate(path)
-    config, meta = store.describe(folder)
+    config, _ = store.describe(folder)
     model = Transformer(ModelContext(config.model))
     for index, layer in enumerate(model.layers):
         shards = [_read(folder / f"layer_{index:02d}-model_{rank:02d}-model_states.pt")
-                  for rank in range(meta["layout"]["tensor_parallel_size"])]
+                  for rank in range(config.parallel.tensor_parallel_size)]
         _fill(layer, shards, f"{folder.name}, layer {index}")
     return model, config
 

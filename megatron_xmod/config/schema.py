@@ -102,7 +102,10 @@ class ModelConfig:
         _require(self.heads % self.kv_heads == 0,
                  f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads}).")
         _require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary positions need an even one.")
-        _require(self.vocab_size is None or self.vocab_size >= 1, f"model.vocab_size is {self.vocab_size}.")
+        _require(self.vocab_size is None or self.vocab_size >= 1,
+                 f"model.vocab_size is {self.vocab_size}; it must be at least 1.")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            _require(getattr(self, name) > 0, f"model.{name} is {getattr(self, name)}; it must be above 0.")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -174,7 +177,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
 
     def __post_init__(self):
-        for name in ("lr", "muon_lr", "eps"):
+        for name in ("lr", "muon_lr", "eps", "rms_match", "newton_schulz_steps"):
             _require(getattr(self, name) > 0, f"optimizer.{name} is {getattr(self, name)}; it must be above 0.")
         for name in ("weight_decay", "gradient_clipping"):
             _require(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it must be 0 or more.")
@@ -250,7 +253,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("steps", "global_batch_size", "micro_batch_size", "log_interval"):
             _require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("eval_interval", "eval_batches", "save_interval", "keep_checkpoints", "exit_after"):
+        for name in ("seed", "eval_interval", "eval_batches", "save_interval", "keep_checkpoints", "exit_after"):
             _require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it must be 0 or more.")
         _require(self.timeout_minutes > 0, f"train.timeout_minutes is {self.timeout_minutes}; it must be above 0.")
 

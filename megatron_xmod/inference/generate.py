@@ -47,7 +47,8 @@ def sample(logits_V: Tensor, temperature: float, top_k: int, top_p: float, gener
     """One token id drawn from the logits [V]."""
     if temperature == 0:
         return int(logits_V.argmax())
-    probabilities, order = torch.softmax(logits_V / temperature, 0).sort(descending=True, stable=True)
+    logits_V = (logits_V - logits_V.max()).double() / temperature  # at most 0: a tiny temperature can't overflow
+    probabilities, order = torch.softmax(logits_V, 0).sort(descending=True, stable=True)
     if top_k:
         probabilities[top_k:] = 0
     # A token stays if those before it have not yet reached top_p; the first always stays.

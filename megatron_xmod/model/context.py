@@ -25,7 +25,7 @@ class ModelContext:
         recompute: Backward recomputes blocks and rounds instead of keeping their activations.
         auxiliary_scale: Factor on the gradient of losses that layers attach: 1 / gradient accumulation steps, as the
             engine does with the main loss.
-        statistics: Where sparse layers put what they did, by layer name; None records nothing.
+        statistics: Where anchor groups put what they did, by name, an entry for each forward; None records nothing.
     """
 
     config: ModelConfig
@@ -33,7 +33,7 @@ class ModelContext:
     routing: Literal["top_k", "threshold"] = "top_k"
     recompute: bool = False
     auxiliary_scale: float = 1.0
-    statistics: dict[str, dict[str, Tensor]] | None = None
+    statistics: dict[str, list[dict[str, Tensor]]] | None = None
 
     def __post_init__(self):
         routing = self.config.routing

@@ -22,7 +22,8 @@ class Rope:
         """Cosine and sine of each position, [*positions.shape, E/2]; all positions are below `length`."""
         key = (positions.device, dtype)
         if key not in self._tables or self._tables[key][0].shape[0] < length:
-            angles = torch.outer(torch.arange(length, dtype=torch.float64), self.frequencies)
+            rows = 1 << (length - 1).bit_length()  # decoding asks for one more each time
+            angles = torch.outer(torch.arange(rows, dtype=torch.float64), self.frequencies)
             self._tables[key] = (angles.cos().to(*key), angles.sin().to(*key))
         cos, sin = self._tables[key]
         return cos[positions], sin[positions]

@@ -61,9 +61,27 @@ class Router(nn.Module):
 
 def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
     """s = w.x + bias, [B, S], in fp32 at least; of all layers of a round [B, S, R], with weight [R, D], bias [R]."""
-    dtype = torch.promote_types(x_BSD.dtype, torch.float32)
-    logits_BS = F.linear(x_BSD.to(dtype), weight_D.to(dtype))
-    return logits_BS if bias is None else logits_BS + bias.to(dtype)
+    logits_BS = _Logits.apply(x_BSD, weight_D)
+    return logits_BS if bias is None else logits_BS + bias.to(logits_BS.dtype)
+
+
+class _Logits(torch.autograd.Function):
+    """w.x computed in fp32; for backward it keeps x as it is, where autograd would keep an fp32 copy of all tokens."""
+
+    @staticmethod
+    def forward(ctx, x_BSD, weight_D):
+        ctx.save_for_backward(x_BSD, weight_D)
+        dtype = torch.promote_types(x_BSD.dtype, torch.float32)
+        return F.linear(x_BSD.to(dtype), weight_D.to(dtype))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x_BSD, weight = ctx.saved_tensors
+        width, dtype = x_BSD.shape[-1], gradient.dtype
+        gradient_NR = gradient.reshape(x_BSD.shape[:-1].numel(), -1)  # one column for a single layer
+        x_gradient = gradient_NR @ weight.view(-1, width).to(dtype)
+        weight_gradient = gradient_NR.mT @ x_BSD.reshape(-1, width).to(dtype)
+        return x_gradient.view_as(x_BSD).to(x_BSD.dtype), weight_gradient.view_as(weight).to(weight.dtype)
 
 
 def select_top_k(score_BS: Tensor, count: int) -> Selection:

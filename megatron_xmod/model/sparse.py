@@ -189,5 +189,5 @@ class AnchorGroup(nn.Module):
         for sparse_round in self.rounds:
             x_BSD, taken_BS = sparse_round(x_BSD, taken_BS, statistics, cache)
         if recording:
-            self.context.statistics[self.name] = statistics.finish()
+            self.context.statistics.setdefault(self.name, []).append(statistics.finish())
         return self.anchor(x_BSD, cache)

@@ -52,7 +52,7 @@ class GroupStatistics:
         self.layers.append(torch.stack([value.float() for value in (
             taken.float().mean(), by_threshold.float().mean(), gate, one if scale is None else scale, updates.mean(),
             loss, (by_threshold == by_top_k).float().mean(), both / by_threshold.sum().clamp(min=1),
-            both / by_top_k.sum().clamp(min=1))]))
+            both / by_top_k.sum().clamp(min=1), 2 * both / (by_threshold.sum() + by_top_k.sum()).clamp(min=1))]))
         if self.previous_BS is not None:
             union = (taken | self.previous_BS).sum(-1)
             shared = (taken & self.previous_BS).sum(-1)
@@ -83,4 +83,5 @@ LAYER_FIGURES = (
     "agreement",        # share of tokens on which threshold and top-k agree, on the same scores
     "precision",        # of the threshold's choice against the top-k's
     "recall",
+    "f1",
 )

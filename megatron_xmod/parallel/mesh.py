@@ -24,7 +24,6 @@ class Mesh:
     rank: int = 0
     tensor_group: Any = None
     pipeline_group: Any = None
-    data_group: Any = None
 
     @property
     def tensor_rank(self) -> int:
@@ -59,7 +58,7 @@ def build_mesh(tensor_size: int, pipeline_size: int) -> Mesh:
     world = dist.get_world_size()
     data_size = check_world(world, tensor_size, pipeline_size)
     groups = {}
-    for name, size, stride in (("tensor_group", tensor_size, 1), ("data_group", data_size, tensor_size),
+    for name, size, stride in (("tensor_group", tensor_size, 1),
                                ("pipeline_group", pipeline_size, tensor_size * data_size)):
         groups[name] = _own_group(world, size, stride) if size > 1 else None
     return Mesh(tensor_size, pipeline_size, data_size, dist.get_rank(), **groups)

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, MutableMapping
 from datetime import timedelta
 
@@ -30,9 +31,10 @@ def set_ranks(environment: MutableMapping[str, str]) -> None:
     elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         try:
             nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+            # The port follows the job, below those that the system hands out (from 32768 on Linux).
             found = {"RANK": environment["SLURM_PROCID"], "LOCAL_RANK": environment["SLURM_LOCALID"],
                      "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"], "MASTER_ADDR": first_host(nodes),
-                     "MASTER_PORT": str(20000 + int(environment["SLURM_JOB_ID"]) % 20000)}
+                     "MASTER_PORT": str(20000 + int(environment["SLURM_JOB_ID"]) % 12000)}
         except KeyError as missing:
             raise UserError(f"started by srun, but the variable {missing} is not set; start the processes with srun, "
                             "torchrun or deepspeed.") from None
@@ -76,8 +78,12 @@ def start_distributed(train: TrainConfig) -> torch.device:
         torch.cuda.set_device(local_rank)
     elif int(os.environ["WORLD_SIZE"]) > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # threads of several processes that fight for the cores are slower than one each
-    import deepspeed  # heavy, and it reads DS_ACCELERATOR
+    import deepspeed  # heavy, and it reads DS_ACCELERATOR when it is imported
 
+    assert deepspeed.accelerator.get_accelerator().device_name() == kind, "deepspeed was imported before this"
+
+    # DeepSpeed calls what the next torch has renamed; a user can do nothing about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
     # Every client optimizer is "untested" to it; the parallel tests are ours.

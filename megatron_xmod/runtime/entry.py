@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,13 +11,11 @@ import traceback
 from collections.abc import Callable
 
 from megatron_xmod.errors import UserError
+from megatron_xmod.runtime.peers import is_peer_lost
 
 # All ranks usually meet the same error. Rank 0 says it, and its end makes the launcher end the others before they
 # repeat it; a rank that fails alone speaks after this time.
 _SECONDS_BEFORE_OTHERS_SPEAK = 3.0
-# What torch says when a peer has gone.
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed",
-              "Timed out waiting", "remote process has terminated", "NCCL communicator was aborted")
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -28,12 +27,14 @@ def run(main: Callable[[list[str]], None]) -> None:
         status = _fail(f"error: {error}")
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # the reader of our output has seen enough: `tool | head`
+        os._exit(141)
     except Exception as error:  # noqa: BLE001 - the process ends here
-        lost = any(text in str(error) for text in _PEER_LOST)
-        status = _fail("lost contact with another process; its own message says why." if lost
+        status = _fail("lost contact with another process; its own message says why." if is_peer_lost(error)
                        else traceback.format_exc())
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: its clean-up may wait for peers that are gone.
     os._exit(status)
 

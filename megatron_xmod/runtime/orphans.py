@@ -12,20 +12,25 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
+_DEEPSPEED, _TORCHRUN = "deepspeed.launcher.launch", ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def end_with_launcher() -> None:
-    """Sends this process SIGTERM (so it saves and ends) when its launcher dies.
+    """Sends this process SIGTERM (so it saves and ends) when the deepspeed or torchrun that started it dies.
 
     The kernel does it for the parent. `deepspeed` is two processes, though: the command a user sees, and the node's
-    launcher, which outlives a SIGTERM to the first; so that one is watched too.
+    launcher, which outlives a SIGTERM to the first; so that one is watched too. A process without such a launcher is
+    left alone: its shell may well end before it (nohup), and Slurm sees to its own.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     launcher = os.getppid()
+    words = _words(launcher)
+    deepspeed = _DEEPSPEED in words
+    if deepspeed or any(Path(word).name in _TORCHRUN for word in words):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     command = _parent(launcher)
-    if "deepspeed.launcher.launch" in _words(launcher) and any("deepspeed" in word for word in _words(command)):
+    if deepspeed and any("deepspeed" in word for word in _words(command)):
         threading.Thread(target=_watch, args=(launcher, command), daemon=True).start()
 
 

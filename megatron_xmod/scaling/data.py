@@ -108,7 +108,8 @@ def read_xmod(path: str | Path) -> Sweep:
     Columns: N_act (parameters), L (tokens), K, A, C (training FLOPs), loss (nats per token), and N (parameters) or
     `ratio` (N/N_act). Rows with K = 1 are dense: points of the validation curves from which the dense loss at each
     sparse run's C is read, by N_act and L; their A and N do not matter. A column `dense_loss` makes curves needless.
-    Optional: tokens (seen at C), run (its rows share one bootstrap cluster), seed, status (failed runs are left out).
+    Optional: tokens (seen at C), dense_tokens (that the dense reference has seen at C, else taken from the dense rows'
+    tokens), run (its rows share one bootstrap cluster), seed, status (failed runs are left out).
     """
     table = read_table(path, _XMOD)
     columns = set(table.rows[0]) if table.rows else set()
@@ -117,20 +118,34 @@ def read_xmod(path: str | Path) -> Sweep:
     table.drop_failed()
     table.require_positive(("N_act", "L", "K", "C", "loss"))
     table.drop_duplicates([name for name in _SAME_RUN if name in columns])
-    dense = [i for i, row in enumerate(table.rows) if float(row["K"]) == 1]
-    curves = DenseCurves(_numbers(table, dense, "N_act"), _numbers(table, dense, "L"), _numbers(table, dense, "C"),
-                         _numbers(table, dense, "loss"), [table.rows[i].get("run", "") for i in dense])
-    sparse = [i for i in range(len(table.rows)) if i not in set(dense)]
-    table.rows, table.lines = [table.rows[i] for i in sparse], [table.lines[i] for i in sparse]
+    dense, table = _split(table)
+    curves = DenseCurves(*(dense.numbers(name) for name in ("N_act", "L", "C", "loss")),
+                         [row.get("run", "") for row in dense.rows])
     table.require_positive(("A", "ratio" if "ratio" in columns else "N"))
     _add_references(table, curves)
+    _add_dense_tokens(table, dense)
     if not table.rows:
         raise UserError(f"{path} has no sparse run that can be used: " + "; ".join(table.left_out[:5]))
-    return _sweep(table, columns)
+    return _sweep(table)
 
 
-def _numbers(table: Table, rows: list[int], column: str) -> np.ndarray:
-    return np.array([float(table.rows[i][column]) for i in rows])
+def _split(table: Table) -> tuple[Table, Table]:
+    """The dense rows and the sparse ones, which keep the list of what was left out."""
+    parts = []
+    for is_dense in (True, False):
+        mine = [i for i, row in enumerate(table.rows) if (float(row["K"]) == 1) == is_dense]
+        parts.append(Table(table.path, [table.rows[i] for i in mine], [table.lines[i] for i in mine], table.left_out))
+    return parts[0], parts[1]
+
+
+def _add_dense_tokens(table: Table, dense: Table) -> None:
+    """Fills dense_tokens where it is empty: a dense run's tokens grow in proportion to its FLOPs."""
+    per_flop = {(float(row["N_act"]), float(row["L"])): float(row["tokens"]) / float(row["C"])
+                for row in dense.rows if not _wrong_number(row.get("tokens"))}
+    for row in table.rows:
+        rate = per_flop.get((float(row["N_act"]), float(row["L"])))
+        if rate is not None and not (row.get("dense_tokens") or "").strip():
+            row["dense_tokens"] = repr(rate * float(row["C"]))
 
 
 def _add_references(table: Table, curves: DenseCurves) -> None:
@@ -148,11 +163,18 @@ def _add_references(table: Table, curves: DenseCurves) -> None:
         table.require_positive(("dense_loss",))
 
 
-def _sweep(table: Table, columns: set[str]) -> Sweep:
+def _wrong_number(text: str | None) -> bool:
+    try:
+        return not 0 < float(text or "nan") < float("inf")
+    except ValueError:
+        return True
+
+
+def _sweep(table: Table) -> Sweep:
     x = {name: table.numbers(name) for name in ("N_act", "L", "K", "A", "C", "dense_loss")}
-    x["ratio"] = table.numbers("ratio") if "ratio" in columns else table.numbers("N") / x["N_act"]
+    x["ratio"] = table.numbers("ratio") if "ratio" in table.rows[0] else table.numbers("N") / x["N_act"]
     for theirs, name in (("tokens", "D_sparse"), ("dense_tokens", "D_dense")):
-        if theirs in columns and all((row[theirs] or "").strip() for row in table.rows):
+        if not any(_wrong_number(row.get(theirs)) for row in table.rows):
             x[name] = table.numbers(theirs)
     clusters = [row.get("run") or f"line {line}" for row, line in zip(table.rows, table.lines, strict=True)]
     return Sweep(x, table.numbers("loss"), np.array(clusters), table.left_out)

@@ -236,12 +236,18 @@ def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: C
         if not low <= value <= high:
             inside = False
             notes.append(f"OUTSIDE THE DATA: {name} = {value:g}, but the law was fitted on {low:g} to {high:g}.")
+    for name, (low, high) in law.stride_domain.items() if first.A != 1 else ():
+        if not low <= asked[name] <= high:
+            inside = False
+            tested = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            notes.append(f"OUTSIDE THE DATA: A = {first.A:g} at {name} = {asked[name]:g}, but other A than 1 were only "
+                         f"run at {name} = {tested}. --anchor-stride 1 stays inside.")
     if "C" not in law.form.variables:
         notes.append("The law has no C in it: K and A do not depend on --compute, which only sets the tokens. Whether "
                      "the gain holds at another budget than that of its runs is not known.")
     if best is None:
         notes.append("No tested configuration promises less loss than the dense model: train dense.")
-    elif "z" in law.form.names and question.anchor_stride is None and best.A == max(law.domain["A"]):
+    elif law.params.get("z", 0.0) > 0 and question.anchor_stride is None and best.A == max(law.domain["A"]):
         notes.append("The law improves with A without end (for K > 1), so the best A is the largest tested one; "
                      "--max-params and --max-layers bound it.")
     return notes, inside

@@ -28,6 +28,7 @@ class FittedLaw:
         source: Where it comes from, for people.
         form, params: The law.
         domain: Smallest and largest tested value of N_act, L, K, A (and C, where the law has it).
+        stride_domain: The same for N_act, L and K among the runs with A != 1; empty where there are none.
         rmse: Scatter of the runs about the law, nats.
         draws: Parameters of bootstrap refits.
     """
@@ -36,6 +37,7 @@ class FittedLaw:
     form: ProductForm
     params: Params
     domain: dict[str, tuple[float, float]]
+    stride_domain: dict[str, tuple[float, float]]
     rmse: float
     draws: list[Params]
 
@@ -58,12 +60,19 @@ def published_law() -> FittedLaw:
         start = Fit(Problem(XMOD, x, y, x["dense_loss"]), PUBLISHED, np.inf)
         draws.append(refit(start).params)
     domain = {"N_act": (165e6, 936e6), "L": (2048.0, 32768.0), "K": (2.0, 24.0), "A": (0.5, 5.0)}
-    return FittedLaw("arXiv 2609.34212, table 8", XMOD, PUBLISHED, domain, PUBLISHED_RMSE, draws)
+    strides = {"N_act": (165e6, 165e6), "L": (32768.0, 32768.0), "K": (4.0, 16.0)}
+    return FittedLaw("arXiv 2609.34212, table 8", XMOD, PUBLISHED, domain, strides, PUBLISHED_RMSE, draws)
 
 
-def data_domain(x: Runs) -> dict[str, tuple[float, float]]:
-    """The range of each variable in the data."""
-    return {name: (float(x[name].min()), float(x[name].max())) for name in ("N_act", "L", "K", "A", "C")}
+def data_domain(x: Runs) -> dict[str, dict[str, tuple[float, float]]]:
+    """The range of each variable in the data, as `read_law` wants it."""
+    strides = x["A"] != 1
+    return {"domain": {name: _ends(x[name]) for name in ("N_act", "L", "K", "A", "C")},
+            "stride_domain": {name: _ends(x[name][strides]) for name in ("N_act", "L", "K") if strides.any()}}
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
 
 
 def read_law(path: str | Path) -> FittedLaw:
@@ -81,9 +90,10 @@ def read_law(path: str | Path) -> FittedLaw:
     try:
         form = _FORMS[saved["law"]]
         params = {name: float(saved[name]) for name in form.names}
-        domain = {name: (float(low), float(high)) for name, (low, high) in saved["domain"].items()}
+        domain, strides = ({name: (float(low), float(high)) for name, (low, high) in saved[key].items()}
+                           for key in ("domain", "stride_domain"))
         draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
-        law = FittedLaw(str(path), form, params, domain, float(saved["scores"]["rmse"]), draws)
+        law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
                         f"{', '.join(_FORMS)}: {error!r} is missing or wrong.") from error

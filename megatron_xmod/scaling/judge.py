@@ -68,12 +68,18 @@ def leave_groups_out(problem: Problem, variable: str, fitter: Fitter = joint) ->
         out = problem.x[variable] == value
         runs = np.flatnonzero(out & sweep)
         try:
+            _require_two_values(problem.x[variable][~out], variable)
             params = fitter(problem.select(~out))
             predicted, reason = _predict(problem.select(out & sweep), params), ""
         except UserError as error:
             predicted, reason = np.full(len(runs), np.nan), str(error)
         results.append(HeldOut(variable, float(value), runs, predicted, reason))
     return results
+
+
+def _require_two_values(rest: np.ndarray, variable: str) -> None:
+    if len(np.unique(rest)) < 2:
+        raise UserError(f"the rest has fewer than 2 values of {variable}, which do not tell how the loss depends on it")
 
 
 def _predict(problem: Problem, params: Params) -> np.ndarray:
@@ -91,9 +97,9 @@ def _sweep_over(x: Runs, variable: str) -> np.ndarray:
     return np.array([len(values[place]) > 1 for place in places])
 
 
-def pooled_scores(problem: Problem, results: list[HeldOut]) -> dict[str, float]:
-    """Scores over all groups that could be predicted."""
-    good = [result for result in results if not result.problem]
+def pooled_scores(problem: Problem, results: list[HeldOut], values: set[float] | None = None) -> dict[str, float]:
+    """Scores over all groups that could be predicted, or those of them with one of the `values`."""
+    good = [result for result in results if not result.problem and (values is None or result.value in values)]
     if not good:
         return {"runs": 0}
     runs = np.concatenate([result.runs for result in good])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from megatron_xmod.runtime.files import PendingFile
 
@@ -60,9 +61,31 @@ def residuals(values: dict[str, np.ndarray], error: np.ndarray, quantity: str) -
         ax.axhline(0, color=_GREY, linewidth=1)
         ax.scatter(value, error, s=14, color=_BLUE, alpha=0.7, linewidths=0)
         if value.min() > 0 and value.max() > 3 * value.min():
-            ax.set_xscale("log")
+            _log_ticks(ax, value)
         ax.set(xlabel=name, ylabel=f"predicted - measured {quantity}")
     return figure
+
+
+def _log_ticks(ax, value: np.ndarray) -> None:
+    """A logarithmic axis with ticks at the values themselves where they are few, or at powers of two."""
+    ax.set_xscale("log")
+    ticks = np.unique(value)
+    if len(ticks) > 7 and ticks[-1] < 1000:
+        ticks = 2.0 ** np.arange(np.ceil(np.log2(ticks[0])), np.log2(ticks[-1]) + 1e-9)
+    if len(ticks) <= 10:
+        ax.set_xticks(ticks, [_short(v) for v in ticks], fontsize=8)
+        ax.set_xticks([], minor=True)
+    else:
+        ax.tick_params(axis="x", which="minor", labelbottom=False)
+
+
+def _short(value: float) -> str:
+    """556M, 1.65B, 32k (of 1024), 3e+19."""
+    if value >= 1024 and value % 1024 == 0 and value < 1e7:
+        return f"{value / 1024:g}k"
+    if 1e6 <= value < 1e12:
+        return f"{value / 1e6:.3g}M" if value < 999.5e6 else f"{value / 1e9:.3g}B"
+    return f"{value:g}"
 
 
 def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[float, float]],
@@ -71,13 +94,14 @@ def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[flo
     figure, axes = _axes(len(params), height=2.6)
     for ax, name in zip(axes, params, strict=True):
         low, high = intervals[name]
-        # A tenth of the interval beyond its ends: single wild refits would squeeze the rest into one bar.
+        # Not far beyond the interval's ends: single wild refits would squeeze the rest into one bar.
         margin = 0.5 * (high - low) or 1e-9
         shown = draws[name][(draws[name] >= low - margin) & (draws[name] <= high + margin)]
         ax.hist(shown, bins=40, color=_BLUE, alpha=0.5)
         ax.axvspan(low, high, color=_GREY, alpha=0.2, linewidth=0)
         ax.axvline(params[name], color=_ORANGE)
         ax.set(title=name, yticks=[])
+        ax.xaxis.set_major_locator(MaxNLocator(4))
     return figure
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import f as f_distribution
 
 from megatron_xmod.scaling.fit import Fit, refit
 
-# A confidence interval whose ends differ by more than this factor says nothing of use about an exponent.
-_WIDEST = 10.0
+# An exponent is identified when its interval stays within this factor of the estimate.
+_WITHIN = 2.0
 
 
 class Interval(NamedTuple):
-    """Confidence interval of a parameter. `identified`: it ends within the searched range and is not very wide."""
+    """Confidence interval of a parameter. `identified`: both ends lie within the searched range and within a factor
+    of 2 of a positive estimate."""
 
     low: float
     high: float
@@ -32,15 +34,34 @@ def profile_interval(best: Fit, name: str, level: float) -> Interval:
     exponent = next(e for e in best.problem.form.exponents if e.name == name)
     low, low_open = _end(best, name, level, exponent.low, -1)
     high, high_open = _end(best, name, level, exponent.high, 1)
-    narrow = low > 0 and high / low <= _WIDEST or low <= 0 and high - low <= 1.0
+    narrow = _WITHIN * low >= best.params[name] > 0 and high <= _WITHIN * best.params[name]
     return Interval(low, high, narrow and not low_open and not high_open)
+
+
+def profile_curve(best: Fit, ends: dict[str, Interval], level: float
+                  ) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], float]:
+    """For pictures: the relative rise of the squared error over each exponent a little beyond its interval, as
+    (values [m], rise [m]), and the rise that `level` rejects."""
+    curves = {}
+    for name, interval in ends.items():
+        exponent = next(e for e in best.problem.form.exponents if e.name == name)
+        margin = 0.3 * (interval.high - interval.low)
+        values = np.linspace(max(exponent.low, interval.low - margin), min(exponent.high, interval.high + margin), 25)
+        rises = [refit(best, fixed=best.fixed | {name: float(value)}).objective / best.objective - 1
+                 for value in values]
+        curves[name] = (values, np.array(rises))
+    return curves, _limit(best, level)
+
+
+def _limit(best: Fit, level: float) -> float:
+    """The relative rise of the squared error that rejects a value: an F test with one degree of freedom."""
+    spare = max(1, len(best.problem.y) - len(best.problem.form.names) + len(best.fixed))
+    return float(f_distribution.ppf(level, 1, spare) / spare)
 
 
 def _end(best: Fit, name: str, level: float, bound: float, side: int) -> tuple[float, bool]:
     """Where the profile crosses the threshold on one side; the bound, and True, where it does not."""
-    form = best.problem.form
-    spare = max(1, len(best.problem.y) - len(form.names) + len(best.fixed))
-    limit = best.objective * (1 + f_distribution.ppf(level, 1, spare) / spare)
+    limit = best.objective * (1 + _limit(best, level))
     near = {"fit": best}
 
     def excess(value: float) -> float:

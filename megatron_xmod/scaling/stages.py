@@ -14,7 +14,10 @@ from megatron_xmod.scaling.solve import linear
 
 
 class TwoStage(NamedTuple):
-    """Parameters of the law, and the free offset of the second stage, which the printed law has no place for."""
+    """Parameters of the law, and the free offset of the second stage, which the printed law has no place for.
+
+    Without runs at A != 1 there is no second stage: the parameters are those of `BASE`, the offset is 0.
+    """
 
     params: Params
     sweep_offset: float
@@ -35,6 +38,8 @@ def two_stage(problem: Problem, seed: int = 0) -> TwoStage:
     """
     first = _replace(problem.select(problem.x["A"] == 1), BASE, None)
     params = _evolve(first, seed)
+    if np.all(problem.x["A"] == 1):
+        return TwoStage(params, 0.0)
     sweep = problem.select(in_sweep(problem))
     second = _replace(sweep, ANCHOR, sweep.base + BASE.predict(params, sweep.x))
     anchor = _evolve(second, seed)

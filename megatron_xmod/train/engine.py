@@ -7,19 +7,19 @@ from functools import partial
 
 import deepspeed
 import torch
+from pydantic import ValidationError
 
 from megatron_xmod.config.deepspeed import deepspeed_config, gradient_accumulation
 from megatron_xmod.config.schema import Config
+from megatron_xmod.errors import UserError
 from megatron_xmod.flops import layer_flops
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.parallel.cut import cut_stages, imbalance
 from megatron_xmod.parallel.mesh import build_mesh
 from megatron_xmod.parallel.pipeline import Pipeline
+from megatron_xmod.runtime.distributed import quiet_stdout
 from megatron_xmod.train.optimizer import build_optimizer
 from megatron_xmod.train.schedule import build_scheduler
-
-# What the engine casts to by itself (bf16) starts as fp32: its master weights then are the fp32 initial values.
-_START_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -36,20 +36,37 @@ class Trainable:
     bounds: list[int]
     imbalance: float
 
+    def learning_rates(self) -> dict[str, float]:
+        """lr of AdamW, and muon_lr where Muon is used."""
+        names = {"adamw": "lr", "muon": "muon_lr"}
+        return {names[group["algorithm"]]: group["lr"] for group in self.engine.basic_optimizer.param_groups}
+
 
 def build_trainable(config: Config) -> Trainable:
-    """Builds model, optimizer, schedule and engine. Every process calls it, after `start_distributed`."""
+    """Builds model, optimizer, schedule and engine. Every process calls it, after `start_distributed`.
+
+    Raises:
+        UserError: the layout or the batch can't be shared by the processes, or DeepSpeed refuses a key.
+    """
     mesh = build_mesh(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     context = ModelContext(config.model, mesh, recompute=config.parallel.recompute)
     context.auxiliary_scale = 1 / gradient_accumulation(config, mesh.data_size)
     costs = layer_flops(config.model, config.data.seq_length)
     bounds = cut_stages(costs, mesh.pipeline_size)
-    model = Pipeline(context, bounds, config.train.seed).to(_START_DTYPE[config.train.precision])
+    # Under bf16 the engine casts the model first and then copies its fp32 master weights from that.
+    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    model = Pipeline(context, bounds, config.train.seed, dtype)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, mesh,
                                 zero_stage=config.parallel.zero_stage)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(config, mesh.data_size),
-        lr_scheduler=partial(build_scheduler, steps=config.train.steps, config=config.optimizer))
+    try:
+        with quiet_stdout():
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=deepspeed_config(config, mesh.data_size),
+                lr_scheduler=partial(build_scheduler, steps=config.train.steps, config=config.optimizer))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"DeepSpeed refuses {key} in the deepspeed section: {first['msg']}.") from None
     if config.train.precision == "fp64":
         _reduce_in_fp64(engine)
     return Trainable(engine, context, bounds, imbalance(costs, bounds))

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_xmod.model.statistics import LAYER_FIGURES
 from megatron_xmod.parallel.mesh import Mesh
-from megatron_xmod.runtime.files import write_atomically
+from megatron_xmod.runtime.files import write_atomically, write_errors
 
 Figures = dict[str, dict[str, list[float]]]
 
 
-def gather_routing(statistics: dict[str, dict], mesh: Mesh) -> Figures:
-    """What every anchor group of the model did, on every rank: {group: {figure: values}}, means over data ranks.
+def gather_routing(statistics: dict[str, list[dict[str, Tensor]]], mesh: Mesh) -> Figures:
+    """What every anchor group of the model did, on every rank: {group: {figure: values}}.
 
-    A figure of the layers has a value per sparse layer, `coverage` and `overlap` have one.
+    Values are means over micro-batches and data-parallel ranks. A figure of the layers has a value per sparse layer,
+    `coverage` and `overlap` have one.
     """
-    own = {group: {name: value.reshape(-1).tolist() for name, value in figures.items()}
-           for group, figures in statistics.items()}
+    own = {group: {name: torch.stack([b[name] for b in batches]).mean(0).reshape(-1).tolist() for name in batches[0]}
+           for group, batches in statistics.items()}
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     groups: dict[str, list] = {}
@@ -48,11 +51,15 @@ def summarise_routing(figures: Figures) -> dict[str, float]:
     return summary
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on the GPU, or resident."""
+def peak_memory(device: torch.device) -> int:
+    """Peak memory in bytes of the process that has the highest: allocated on its GPU, or resident."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        own = torch.cuda.max_memory_allocated(device)
+    else:
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    highest = torch.tensor(own, device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest)
 
 
 class Recorder:
@@ -78,10 +85,14 @@ class Recorder:
 
     def record(self, step: int, scalars: dict, routing: Figures) -> None:
         """One line of metrics.jsonl, and the same in TensorBoard with every sparse layer."""
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps({"step": step, **scalars, "routing": summarise_routing(routing)}) + "\n")
-        if self.writer is None:
-            return
+        line = json.dumps(_finite({"step": step, **scalars, "routing": summarise_routing(routing)}))
+        with write_errors(self.metrics), open(self.metrics, "a") as file:
+            file.write(line + "\n")
+        if self.writer is not None:
+            with write_errors(self.output / "tensorboard"):
+                self._write_curves(step, scalars, routing)
+
+    def _write_curves(self, step: int, scalars: dict, routing: Figures) -> None:
         for name, value in scalars.items():
             self.writer.add_scalar(f"train/{name}", value, step)
         for group, figures in routing.items():
@@ -92,18 +103,31 @@ class Recorder:
             for layer, (above, taken) in enumerate(zip(figures["above_threshold"], figures["selected"], strict=True)):
                 self.writer.add_scalar(f"routing_threshold_gap/{group}/layer_{layer:03d}", above - taken, step)
 
-    def record_validation(self, step: int, losses: dict[str, float]) -> None:
-        """The losses of one evaluation."""
-        if self.writer is not None:
-            for name, value in losses.items():
-                self.writer.add_scalar(f"validation/{name}", value, step)
-            self.writer.add_scalar("validation/gap", losses["loss_causal"] - losses["loss_topk"], step)
+    def record_validation(self, found: dict) -> None:
+        """The result of one evaluation."""
+        if self.writer is None:
+            return
+        step = found["step"]
+        for name in ("causal", "topk"):
+            self.writer.add_scalar(f"validation/loss_{name}", found[f"loss_{name}"], step)
+            for figure, value in found[f"routing_{name}"].items():
+                self.writer.add_scalar(f"validation_routing_{name}/{figure}", value, step)
+        self.writer.add_scalar("validation/gap", found["loss_causal"] - found["loss_topk"], step)
 
     def finish(self, summary: dict) -> None:
         """Writes summary.json and closes TensorBoard."""
-        write_atomically(self.output / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.output / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
         if self.writer is not None:
             self.writer.close()
+
+
+def _finite(value):
+    """The same with None for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(line: str) -> float:

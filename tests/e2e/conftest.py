@@ -38,7 +38,8 @@ class Finished:
 class Job:
     """pretrain_xmod.py under a launcher, in the background; killed with everything it started when the test ends."""
 
-    def __init__(self, launcher: str, processes: int, arguments: list[str], limit_file_bytes: int | None):
+    def __init__(self, launcher: str, processes: int, arguments: list[str], limit_file_bytes: int | None,
+                 environment: dict[str, str]):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -50,8 +51,10 @@ class Job:
             "deepspeed": [str(BIN / "deepspeed"), "--quiet", "--master_port", port, "--num_accelerators",
                           str(processes), *script],
         }[launcher]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
-                       "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1",
+                       "PATH": f"{BIN}:{os.environ['PATH']}", **environment}
+        if launcher == "deepspeed":
+            environment["DS_ACCELERATOR"] = "cpu"  # the launcher counts accelerators by it
         if limit_file_bytes:
             command = ["bash", "-c", f'ulimit -f {limit_file_bytes // 1024} && exec "$@"', "limited", *command]
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
@@ -111,11 +114,11 @@ def start(shard, tmp_path):
     (tmp_path / "toy.yaml").write_text(TOY)
     jobs = []
 
-    def start_job(*overrides: str, launcher: str = "python", processes: int = 1,
-                  limit_file_bytes: int | None = None) -> Job:
+    def start_job(*overrides: str, launcher: str = "python", processes: int = 1, limit_file_bytes: int | None = None,
+                  **environment: str) -> Job:
         arguments = ["--config", str(tmp_path / "toy.yaml"), "--data.paths", shard, "--train.output",
                      str(tmp_path / "run"), *overrides]
-        jobs.append(Job(launcher, processes, arguments, limit_file_bytes))
+        jobs.append(Job(launcher, processes, arguments, limit_file_bytes, environment))
         return jobs[-1]
 
     yield start_job

@@ -18,6 +18,8 @@ SETTINGS = {
     "tokenizer larger than the model": (["--model.vocab_size", "100"], "the tokenizer"),
     "batch": (["--train.micro_batch_size", "3"], "train.global_batch_size is 8"),
     "processes": (["--parallel.pipeline_parallel_size", "2"], "1 processes can't be shared"),
+    "seed": (["--train.seed", "-1"], "train.seed is -1"),
+    "DeepSpeed's own key": (["--deepspeed.zero_optimization.reduce_bucket_size", "abc"], "DeepSpeed refuses"),
     "no validation data": (["--data.split", "100,0,0"], "valid"),
 }
 
@@ -76,7 +78,7 @@ def test_resume_with_another_architecture(pretrain, tmp_path):
 def test_resume_with_another_layout(pretrain):
     assert pretrain("--train.exit_after", "1").code == 0
     finished = pretrain("--parallel.pipeline_parallel_size", "2", launcher="torchrun", processes=2, timeout=60)
-    assert finished.code != 0 and "resume with the layout" in finished.output, finished
+    assert finished.code != 0 and "Resume with the layout" in finished.output, finished
 
 
 def test_damaged_checkpoint(pretrain, tmp_path):

@@ -50,17 +50,29 @@ def test_sigterm_to_the_launcher_leaves_no_orphans(start, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
+def test_a_second_job_in_the_same_folder_is_refused(start, pretrain):
+    job = start(*LONG)
+    job.wait_for("step      3/")
+    second = pretrain(*LONG)
+    assert second.code == 1 and "another job is running" in second.output and "Traceback" not in second.output, second
+    job.wait_for("step ")  # the first goes on
+
+
 @pytest.mark.parametrize("processes, layout", [(1, []), (2, PIPELINE)], ids=["one process", "pp2"])
 def test_full_disk_keeps_the_last_checkpoint(pretrain, tmp_path, processes, layout):
     how = {"launcher": "deepspeed", "processes": processes} if processes > 1 else {}
     assert pretrain(*layout, "--train.exit_after", "2", **how).code == 0
     checkpoints = tmp_path / "run" / "checkpoints"
-    before = sorted(p.name for p in checkpoints.rglob("*"))
+
+    def files():
+        return sorted(str(p) for p in checkpoints.rglob("*") if ".tmp" not in str(p.relative_to(checkpoints)))
+
+    before = files()
     # Files may not grow beyond 64 KiB: a write fails in the middle, as on a full disk.
     full = pretrain(*layout, "--train.exit_after", "2", limit_file_bytes=64 * 1024, **how)
     assert full.code != 0, full
     assert "the checkpoint of step 4 could not be written" in full.output and "Traceback" not in full.output, full
-    assert [name for name in sorted(p.name for p in checkpoints.rglob("*")) if ".tmp" not in name] == before
+    assert files() == before
     assert (checkpoints / "latest").read_text() == "step_00000002\n"
     good = pretrain(*layout, "--train.exit_after", "2", **how)
     assert good.code == 0 and "resumed from" in good.output, good

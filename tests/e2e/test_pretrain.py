@@ -1,6 +1,7 @@
 """The main job under each launcher, and what it leaves behind."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from megatron_xmod.train.loop import open_datasets
 from tests.e2e.conftest import ROOT, losses
 
 LAYOUTS = {
+    "torchrun, dp2": ("torchrun", 2, []),
     "deepspeed, pp2": ("deepspeed", 2, ["--parallel.pipeline_parallel_size", "2"]),
     "torchrun, tp2 x pp2": ("torchrun", 4, ["--parallel.tensor_parallel_size", "2",
                                             "--parallel.pipeline_parallel_size", "2"]),
@@ -48,6 +50,16 @@ def _same_validation_loss(run, expected):
         with torch.no_grad():
             loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], config.model.vocab_size, model.context.mesh)
         assert loss.mean().item() == pytest.approx(expected[name], abs=1e-5)
+
+
+def test_tasks_of_srun_find_each_other(start):
+    """Two processes with the variables that srun sets; a real cluster is in the README."""
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(os.getpid()),
+             "SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_NODELIST": "localhost"}
+    jobs = [start("--train.exit_after", "2", **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    finished = [job.finish(timeout=120) for job in jobs]
+    assert [f.code for f in finished] == [0, 0], finished
+    assert "data 2" in finished[0].output and "step" not in finished[1].output
 
 
 def test_generates_from_a_checkpoint(pretrain, tmp_path):

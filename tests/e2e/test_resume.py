@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.e2e.conftest import losses
 
@@ -31,6 +32,10 @@ def test_same_losses_bit_for_bit(pretrain, tmp_path, processes, layout):
     assert summaries[0]["validation"] == summaries[1]["validation"]
     assert [entry["step"] for entry in summaries[0]["validation"]] == [0, 5, 10, 15, 20]
     assert summaries[1]["final"]["finished"]
+    for file in sorted((unbroken / "checkpoints" / "step_00000020").glob("layer_*")):
+        ours = torch.load(broken / "checkpoints" / "step_00000020" / file.name, weights_only=True)
+        for name, value in torch.load(file, weights_only=True).items():
+            assert torch.equal(value, ours[name]), f"{file.name}: {name}"
 
 
 def test_records_of_a_lost_run_are_dropped(pretrain, tmp_path):
@@ -42,10 +47,29 @@ def test_records_of_a_lost_run_are_dropped(pretrain, tmp_path):
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6, 7] and losses(run)[5] > 1
 
 
-def test_other_settings_are_noted(pretrain):
-    assert pretrain("--train.exit_after", "2").code == 0
-    again = pretrain("--train.exit_after", "2", "--optimizer.lr", "0.01")
-    assert again.code == 0 and "optimizer.lr is 0.001 there, 0.01 here" in again.output
+def test_other_settings_take_effect_and_are_noted(pretrain, tmp_path):
+    constant = ["--train.exit_after", "2", "--optimizer.schedule", "constant", "--optimizer.warmup_fraction", "0"]
+    assert pretrain(*constant).code == 0
+    again = pretrain(*constant, "--optimizer.lr", "0.01", "--train.global_batch_size", "16")
+    assert again.code == 0 and "optimizer.lr is 0.001 there, 0.01 here" in again.output, again
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["lr"] for entry in entries] == [0.001, 0.001, 0.01, 0.01]
+    assert [entry["tokens"] // 32 for entry in entries] == [8, 16, 32, 48]
+
+
+@pytest.mark.parametrize("change", [["--parallel.zero_stage", "0"], ["--train.precision", "bf16"]], ids=lambda c: c[0])
+def test_another_layout_is_refused_by_name(pretrain, change):
+    assert pretrain("--train.exit_after", "1").code == 0
+    refused = pretrain(*change)
+    assert refused.code == 1 and f"{change[0][2:]} is" in refused.output and "Traceback" not in refused.output, refused
+
+
+def test_a_finished_run_stays_as_it_is(pretrain, tmp_path):
+    assert pretrain("--train.steps", "3").code == 0
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    again = pretrain("--train.steps", "3")
+    assert again.code == 0 and "nothing to do" in again.output
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
 
 
 def test_resume_never_and_must(pretrain):

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ MODEL = ModelConfig(hidden_size=32, ffn_size=48, heads=4, kv_heads=2, head_dim=8
 
 
 def make_config(tensor: int = 1, pipeline: int = 1, accumulation: int = 1, data: int = 1, *, precision: str = "fp64",
-                zero_stage: int = 0, recompute: bool = False, optimizer: str = "adamw") -> Config:
+                zero_stage: int = 0, recompute: bool = False, optimizer: str = "adamw",
+                dense: bool = False) -> Config:
     """A toy run with a global batch of BATCH sequences."""
     return Config(
-        model=MODEL, data=DataConfig(seq_length=LENGTH),
+        model=replace(MODEL, prefix_layers=None) if dense else MODEL, data=DataConfig(seq_length=LENGTH),
         # AdamW divides by |gradient| + eps: with the usual eps the rounding error of a gradient near 0 becomes an
         # update as large as any other.
         optimizer=OptimizerConfig(name=optimizer, lr=1e-2, muon_lr=1e-2, eps=1e-5, gradient_clipping=0.5,

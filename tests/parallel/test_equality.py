@@ -70,3 +70,15 @@ def test_float32(pool, layout, zero_stage):
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)], ids=ids)
 def test_muon(pool, layout):
     check(train(pool, *layout, 2, optimizer="muon"), reference(optimizer="muon"), 1e-10)
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=ids)
+def test_bf16_counts_and_scales_as_one_process(pool, layout, dense):
+    """Rounding to 8 bits hardly moves loss and norm; a wrong factor or a lost part would. In a sparse model it flips
+    tokens, which tells after the first step."""
+    settings, steps = {"precision": "bf16", "zero_stage": 1, "dense": dense}, STEPS if dense else 1
+    alone = train(pool, 1, 1, 1, 2, **settings)[0]
+    for result in train(pool, *layout, 2, **settings):
+        assert result["losses"][:steps] == pytest.approx(alone["losses"][:steps], rel=0.005)
+        assert result["norms"][:steps] == pytest.approx(alone["norms"][:steps], rel=0.02)

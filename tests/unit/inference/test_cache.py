@@ -46,7 +46,7 @@ def full_forward(model, tokens) -> tuple[torch.Tensor, list[int]]:
     context.statistics = {}
     with torch.no_grad():
         logits = model(tokens)
-    passes = [round(share * tokens.shape[1]) for figures in context.statistics.values()
+    passes = [round(share * tokens.shape[1]) for (figures,) in context.statistics.values()
               for share in figures["selected"].tolist()]
     context.statistics = None
     return logits, passes

@@ -48,7 +48,7 @@ def test_threshold_does_route_here():
     context.statistics = {}
     with torch.no_grad():
         make_model(context)(make_tokens(context, 2, LENGTH))
-    selected = torch.cat([figures["selected"] for figures in context.statistics.values()])
+    selected = torch.cat([figures["selected"] for (figures,) in context.statistics.values()])
     assert ((selected > 0.05) & (selected < 0.95)).sum() >= 6
 
 

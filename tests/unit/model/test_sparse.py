@@ -168,7 +168,7 @@ def test_recomputation_gives_the_same_bits_and_never_selects_again(monkeypatch, 
         assert calls == ["select", "record"] * 8
         logits.square().sum().backward()
         assert len(calls) == 16, "backward routed or recorded again"
-        assert [len(figures["selected"]) for figures in context.statistics.values()] == [2, 6]
+        assert [len(figures["selected"]) for (figures,) in context.statistics.values()] == [2, 6]
         results.append([logits.detach(), *(p.grad for p in model.parameters())])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)

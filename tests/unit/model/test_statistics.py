@@ -68,6 +68,7 @@ def test_layer_figures_by_hand(mode):
             "agreement": 1 - len(passed ^ top) / (B * S),
             "precision": len(passed & top) / len(passed) if passed else 0.0,
             "recall": len(passed & top) / len(top),
+            "f1": 2 * len(passed & top) / (len(passed) + len(top)),
         }
         assert expected.keys() == set(LAYER_FIGURES)
         assert {name: figures[name][layer].item() for name in expected} == pytest.approx(expected, rel=1e-6)
@@ -152,7 +153,7 @@ def test_model_records_what_its_layers_do(mode):
     with torch.no_grad():
         model(make_tokens(context, 2, 16))
     assert list(context.statistics) == ["group_00", "group_01"]
-    for index, figures in enumerate(context.statistics.values()):
+    for index, (figures,) in enumerate(context.statistics.values()):
         group, last = model.layers[2 + index], counts[index]
         assert figures["selected"].shape == ((2, 6)[index],)
         assert figures["coverage"].item() == pytest.approx((last > 0).double().mean().item())
@@ -179,4 +180,4 @@ def test_statistics_of_a_short_sequence_are_finite():
     context.statistics = {}
     with torch.no_grad():
         make_model(context)(make_tokens(context, 1, 2))  # shorter than K
-    assert all(value.isfinite().all() for figures in context.statistics.values() for value in figures.values())
+    assert all(value.isfinite().all() for (figures,) in context.statistics.values() for value in figures.values())

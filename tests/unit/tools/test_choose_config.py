@@ -1,0 +1,142 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_xmod.errors import UserError
+from megatron_xmod.scaling import fitted
+from megatron_xmod.scaling.law import PUBLISHED, PUBLISHED_RMSE, XMOD
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools" / "choose_config.py"
+OPTIMA = {2048: 3.1, 4096: 5.5, 8192: 8.9, 16384: 13.8, 32768: 21.1, 65536: 31.7}
+LAYERS = ("--anchor-stride", "1", "--ratio", "layers")
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("choose_config", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def ask(tool, capsys):
+    def answer(*words, length=32768, size="556M", compute="1e20"):
+        tool.main(["--compute", compute, "--seq-length", str(length), "--active-params", size, "--json", *words])
+        return json.loads(capsys.readouterr().out)
+    return answer
+
+
+@pytest.mark.parametrize("length, K", OPTIMA.items())
+def test_the_continuous_optimum_of_the_published_law(ask, length, K):
+    assert ask(*LAYERS, length=length)["continuous_K"] == pytest.approx(K, abs=0.1)
+
+
+@pytest.mark.parametrize("K, A, layers", [(8, 4, 161), (16, 3, 298), (16, 1, 208)])
+def test_delta_of_the_papers_configurations_is_the_formula(ask, K, A, layers):
+    row = next(r for r in ask("--ratio", "layers")["candidates"] if (r["K"], r["A"]) == (K, A))
+    p, N, ratio = PUBLISHED, 556e6, layers / 28
+    by_hand = (p["e"] - p["u"] * N ** -p["eta_N"] * (1 - ratio ** -p["rho_N"])
+               + p["w"] * 32768 ** -p["eta_L"] * (K ** p["rho_L"] - 1)
+               - p["z"] * (K ** p["rho_K"] - 1) * ((2 * A / (A + 1)) ** p["rho_A"] - 1))
+    assert row["layers"] == layers and row["delta"] == pytest.approx(by_hand, rel=1e-12)
+    assert row["interval"][0] < by_hand < row["interval"][1]
+
+
+def test_the_choice_is_the_best_tested_candidate_and_can_be_built(ask):
+    answer = ask()
+    tested = [row for row in answer["candidates"] if row["tested"]]
+    assert answer["delta"] == min(row["delta"] for row in tested)
+    assert answer["delta_interval"][0] < answer["delta"] < answer["delta_interval"][1]
+    assert all(32768 % row["K"] == 0 and (row["A"] * row["K"]) % 1 == 0 for row in answer["candidates"])
+    assert sum(row["p_best"] for row in answer["candidates"]) + answer["p_dense"] == pytest.approx(1)
+    assert answer["tokens"] == pytest.approx(1e20 / answer["train_flops_per_token"])
+    assert set(answer["state_bytes"]) == {"weights", "gradients", "optimizer"}
+    assert {(t["K"], t["A"]) for t in answer["near_ties"]} == {
+        (r["K"], r["A"]) for r in tested if 0 < r["delta"] - answer["delta"] <= PUBLISHED_RMSE}
+
+
+def test_limits_bound_the_model(ask):
+    answer = ask("--max-params", "2.7B")
+    assert (answer["K"], answer["A"]) == (8, 4) and answer["total_params"] == 2635237376
+    assert all(row["total_params"] <= 2.7e9 for row in answer["candidates"])
+    assert max(row["layers"] for row in ask("--max-layers", "161")["candidates"]) <= 161
+    # A = 5, K = 16 has 4 + 4 units between which a pipeline is cut.
+    assert min(row["A"] for row in ask("--pipeline-stages", "15")["candidates"]) == 0.5
+    assert max(row["A"] for row in ask("--pipeline-stages", "15")["candidates"]) == 1
+
+
+def test_it_says_where_it_knows_nothing(ask):
+    inside = ask(*LAYERS)
+    assert inside["inside_data"] and any("no C in it" in note for note in inside["notes"])
+    assert not any("OUTSIDE" in note for note in inside["notes"])
+    for words in ({"length": 65536}, {"size": "1.65B"}):
+        answer = ask(*LAYERS, **words)
+        assert not answer["inside_data"] and any(note.startswith("OUTSIDE THE DATA") for note in answer["notes"])
+    assert any("only run at N_act = 1.65e+08" in note for note in ask()["notes"])
+    assert ask(size="20M", length=512)["notes"][-1].startswith("Layers, FLOPs and memory are those of")
+
+
+def test_dense_is_the_answer_where_nothing_gains(ask):
+    answer = ask(*LAYERS, size="10M", length=512)
+    assert answer["K"] is None and answer["delta"] == 0 and answer["p_dense"] > 0.5
+    assert any("train dense" in note for note in answer["notes"])
+
+
+def test_the_table_the_misfit_and_the_plot(tool, capsys, tmp_path):
+    plot = tmp_path / "plot.png"
+    tool.main(["--compute", "1e20", "--seq-length", "32768", "--active-params", "556e6", "--plot", str(plot)])
+    text = capsys.readouterr().out
+    assert "best: K = 16, A = 5" in text and "K 4: -0.037 (law -0.100, 2.7x)" in text
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20000
+
+
+def test_a_law_from_a_file(ask, tmp_path):
+    law = {"law": "xmod", **PUBLISHED, "w": 50.0, "scores": {"rmse": 0.01}, "draws": [PUBLISHED],
+           "domain": {"N_act": [1e8, 1e9], "L": [1024, 65536], "K": [2, 64], "A": [1, 1]}, "stride_domain": {}}
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(law))
+    answer = ask("--law", str(path), "--ratio", "layers")
+    assert answer["A"] == 1 and answer["continuous_K"] > 1.3 * OPTIMA[32768] and "table9_misfit" not in answer
+    for text, words in (("{", "not JSON"), ('{"law": "xmod"}', "not a law saved by"), ("[]", "not a law saved by")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=words):
+            ask("--law", str(path))
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--max-params", "100M"), "no K and A can be built for L = 32768: more than 1e\\+08 parameters"),
+    (("--anchor-stride", "0.3"), "active depth can't be cut"),
+    (("--anchor-stride", "-1"), "--anchor-stride is -1; it must be above 0"),
+])
+def test_what_cannot_be_built_is_refused(ask, words, message):
+    with pytest.raises(UserError, match=message):
+        ask(*words)
+
+
+def test_an_odd_length_has_few_sparsities(ask):
+    assert {row["K"] for row in ask(length=3 * 1024)["candidates"]} == {2, 3, 4, 6, 8, 12, 16, 24, 32, 48}
+    with pytest.raises(UserError, match="L has no divisor"):
+        ask(length=4099)
+
+
+def test_the_published_laws_draws_scatter_about_it():
+    law = fitted.published_law()
+    assert law.form is XMOD and len(law.draws) == 200
+    mean = sum(draw["rho_N"] for draw in law.draws) / 200
+    assert mean == pytest.approx(PUBLISHED["rho_N"], rel=0.05)
+
+
+def test_the_command_needs_no_torch():
+    code = (f"import runpy, sys; main = runpy.run_path({str(TOOL)!r})['main']; main(['--compute', '1e20', "
+            "'--seq-length', '2048', '--active-params', '165M', '--json']); assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["K"] in (2, 4, 8)
+    done = subprocess.run([sys.executable, str(TOOL), "--compute", "1e20", "--seq-length", "4099", "--active-params",
+                           "165M"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: no K and A can be built")
