@@ -106,9 +106,9 @@ def select_threshold(score_BS: Tensor) -> Selection:
 def selection_mask(selection: Selection, length: int) -> Tensor:
     """[B, S] bool: the tokens that entered."""
     positions = selection.positions_BK
-    mask = torch.zeros(positions.shape[0], length, dtype=torch.bool, device=positions.device)
-    valid = torch.ones_like(positions, dtype=torch.bool) if selection.valid_BK is None else selection.valid_BK
-    return mask.scatter_(1, positions, valid)
+    entered = torch.ones_like(positions) if selection.valid_BK is None else selection.valid_BK.to(positions.dtype)
+    # Added up, since filling may name a token that entered.
+    return positions.new_zeros(positions.shape[0], length).scatter_add_(1, positions, entered) > 0
 
 
 def gather_tokens(x_BSD: Tensor, selection: Selection) -> Tensor:

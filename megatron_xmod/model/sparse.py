@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron_xmod.model.block import Block, LayerWeights, attention_update, mlp_update
 from megatron_xmod.model.context import ModelContext
@@ -28,6 +29,8 @@ from megatron_xmod.model.router import (
     selection_mask,
 )
 from megatron_xmod.model.statistics import GroupStatistics
+
+SELECTION = "select tokens"  # the name of routing in a profile
 
 
 class SparseRound(nn.Module):
@@ -87,10 +90,9 @@ class SparseRound(nn.Module):
         router = self.router.stacked()
         score_BSR = self._score(x_BSD, router, taken_BS.unsqueeze(-1))
         if not choices:
-            owner_BS = self._own(score_BSR)
-            choices += owner_BS, select_owned(owner_BS, self.layers, self._count(x_BSD))
+            choices += self._own(score_BSR)
             if statistics:
-                statistics.record_exclusive(score_BSR, owner_BS, router.scale, self.last_takes_rest)
+                statistics.record_exclusive(score_BSR, choices[0], router.scale, self.last_takes_rest)
         owner_BS, selection = choices
         losses = routing_losses(score_BSR, owner_BS, self.last_takes_rest)
         x_BSD = self._update(x_BSD, score_BSR.permute(2, 0, 1), selection, self.block.weights(), router.scale, None)
@@ -122,6 +124,7 @@ class SparseRound(nn.Module):
         return x_BSD.shape[1] // self.context.config.routing.K if self.context.routing == "top_k" else None
 
     @torch.no_grad()
+    @record_function(SELECTION)
     def _select(self, score_BS: Tensor) -> Selection:
         count = self._count(score_BS)
         return select_threshold(score_BS) if count is None else select_top_k(score_BS, count)
@@ -133,9 +136,15 @@ class SparseRound(nn.Module):
         return self._select(score_BS.masked_fill(~free_BS, float("-inf")))
 
     @torch.no_grad()
-    def _own(self, score_BSR: Tensor) -> Tensor:
+    @record_function(SELECTION)
+    def _own(self, score_BSR: Tensor) -> tuple[Tensor, Selection]:
+        """The layer of the round that takes each token, [B, S], and the tokens of each layer, [R, B, K]."""
         count = self._count(score_BSR)
-        return own_by_threshold(score_BSR, self.last_takes_rest) if count is None else own_by_top_k(score_BSR, count)
+        if count is None:
+            owner_BS = own_by_threshold(score_BSR, self.last_takes_rest)
+        else:
+            owner_BS = own_by_top_k(score_BSR, count)
+        return owner_BS, select_owned(owner_BS, self.layers, count)
 
     def _update(self, x_BSD, score_BS, selection, weights: LayerWeights, scale, cache):
         """x with the gated update of the selected tokens (eq. 6, 7).
