@@ -18,6 +18,7 @@ from megatron_xmod.sweep.state import DONE, State
 
 AXES = ("tokens", "flops")
 _WELL_BEYOND = 1.02  # budgets are rounded to whole steps
+_BARELY_BEYOND = 1.005  # at equal steps, the routers' FLOPs may make a sparse run the longer one
 LOSSES = ("loss_causal", "loss_topk")
 Pairs = Sequence[tuple[Run, State]]
 
@@ -38,12 +39,12 @@ class Curve:
         return float(self.points[name][-1])
 
     def at(self, axis: str, value: float, loss: str) -> float:
-        """The loss at a value inside the curve: monotone cubic interpolation of ln loss over the axis's ln."""
-        return interpolate(self.points[axis], self.points[loss], value)
+        """The loss at a value that the curve covers: monotone cubic interpolation of ln loss over the axis's ln."""
+        return interpolate(self.points[axis], self.points[loss], min(value, self.end(axis)))
 
     def covers(self, axis: str, value: float) -> bool:
-        # The end itself may differ in its last bit.
-        return self.points[axis][0] <= value * (1 + 1e-9) and value <= self.points[axis][-1] * (1 + 1e-9)
+        """Whether a value lies inside the curve, or so little beyond its end that the loss there is the same."""
+        return self.points[axis][0] * (1 - 1e-9) <= value <= self.end(axis) * _BARELY_BEYOND
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,8 @@ def difference(own: list[Curve], dense: list[Curve], axis: str, loss: str) -> Di
     return Difference(mean(mine) - mean(theirs), at, error, *(end > _WELL_BEYOND * at for end in reversed(ends)))
 
 
-def dense_reference(run: Run, C: float, pairs: Pairs) -> dict[str, Any]:
-    """dense_loss (causal) and dense_tokens at C, where finished dense runs reach it; else nothing."""
-    key = group_key(run)
-    curves = dense_curves(groups([pair for pair in pairs if group_key(pair[0]) == key]).get(key, {}))
+def dense_reference(curves: list[Curve], C: float) -> dict[str, Any]:
+    """dense_loss (causal) and dense_tokens at C, where the dense runs reach it; else nothing."""
     if not curves or not all(curve.covers("flops", C) for curve in curves):
         return {}
     return {"dense_loss": mean(curve.at("flops", C, "loss_causal") for curve in curves),

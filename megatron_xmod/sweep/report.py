@@ -39,7 +39,8 @@ def write_report(plan: Plan, pairs: Pairs) -> Path:
         report.text(_LEGEND)
     for number, ((N_act, length, end), variants) in enumerate(found.items()):
         budgeted = next(iter(variants.values()))[0].run.budget
-        report.heading(f"N_act {N_act / 1e6:.4g} M, L {length}, " + (f"C {end:.3g} FLOPs" if budgeted else f"{end} steps"))
+        length_of_run = f"C {end:.3g} FLOPs" if budgeted else f"{end} steps"
+        report.heading(f"N_act {N_act / 1e6:.4g} M, L {length}, {length_of_run}")
         _table(report, variants)
         report.picture(f"loss-{number}", "Seeds thin, their mean thick, dense dashed. The first tenth is not shown.",
                        plots.loss_curves(variants))

@@ -10,12 +10,10 @@ from typing import Any
 
 from megatron_xmod.flops import active_params, model_plan, total_params
 from megatron_xmod.runtime.files import write_atomically
-from megatron_xmod.sweep.compare import dense_reference
+from megatron_xmod.sweep.compare import Curve, Pairs, dense_curves, dense_reference, group_key, groups
 from megatron_xmod.sweep.identity import is_dense
 from megatron_xmod.sweep.plan import Run
 from megatron_xmod.sweep.state import DONE, State
-
-Pairs = list[tuple[Run, State]]
 
 # `loss` is the causal one: what tools/fit_law.py fits. A column of a run that is not done is empty where it would tell
 # a result. dense_loss and dense_tokens are read from the dense runs' curves at the same C.
@@ -26,11 +24,13 @@ CURVE_COLUMNS = ("run", "step", "tokens", "flops", "loss_causal", "loss_topk")
 
 def write_tables(output: Path, pairs: Pairs) -> None:
     """Writes runs.csv and curves.csv, each whole or not at all."""
-    write_atomically(output / "runs.csv", _csv(COLUMNS, (_row(run, state, pairs) for run, state in pairs)))
+    dense = {key: dense_curves(variants) for key, variants in groups(pairs).items()}
+    rows = (_row(run, state, dense.get(group_key(run), [])) for run, state in pairs)
+    write_atomically(output / "runs.csv", _csv(COLUMNS, rows))
     write_atomically(output / "curves.csv", _csv(CURVE_COLUMNS, (row for pair in pairs for row in _curve(*pair))))
 
 
-def _row(run: Run, state: State, pairs: Pairs) -> dict[str, Any]:
+def _row(run: Run, state: State, dense: list[Curve]) -> dict[str, Any]:
     model = run.config.model
     N, N_act, plan = total_params(model), active_params(model), model_plan(model)
     row = {"run": run.name, "variant": run.variant, "seed": run.seed, "status": state.status, "config_hash": run.hash,
@@ -44,7 +44,7 @@ def _row(run: Run, state: State, pairs: Pairs) -> dict[str, Any]:
             "loss": last["loss_causal"], "loss_causal": last["loss_causal"], "loss_topk": last["loss_topk"],
             "gap": last["loss_causal"] - last["loss_topk"], "seconds": state.seconds}
     if not is_dense(run.config):
-        row |= dense_reference(run, row["C"], pairs)
+        row |= dense_reference(dense, row["C"])
     return row
 
 
