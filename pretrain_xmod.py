@@ -14,8 +14,9 @@ def main(arguments: list[str]) -> None:
 
     device = start_distributed(config.train)  # before anything imports deepspeed: it must know the device by then
 
+    from megatron_xmod.data.vocabulary import resolve_vocabulary
     from megatron_xmod.runtime.stop import StopRequest
-    from megatron_xmod.train.loop import Trainer, resolve_vocabulary
+    from megatron_xmod.train.loop import Trainer
 
     stop = StopRequest(device)
     Trainer(resolve_vocabulary(config), device).run(stop.agreed)

@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     The message says what was wrong, where, and what to do. Entry points print it without a traceback.
     """
+
+
+class CombinationError(UserError):
+    """Settings that exist and have the right type, but whose values do not give a model or a run."""

@@ -187,6 +187,7 @@ def _headline(answer: dict[str, Any]) -> list[str]:
 
 def draw(question, law, choice, path: Path) -> None:
     """Writes the plot."""
+    from megatron_xmod.plotting import save
     from megatron_xmod.scaling import design, plots
 
     found = {(c.K, c.A): c.delta for c in choice.candidates}
@@ -197,8 +198,8 @@ def draw(question, law, choice, path: Path) -> None:
     low, high = np.percentile(draws, [50 * (1 - design.LEVEL), 50 * (1 + design.LEVEL)], axis=0)
     built = [(k, found[k, choice.stride]) for k in K if (k, choice.stride) in found]
     best = (choice.best.K, choice.best.A) if choice.best else None
-    plots.save(plots.choice(K, A, delta, best, (at, value, low, high), choice.stride, law.domain["K"],
-                            tuple(np.array(built).T)), path)
+    save(plots.choice(K, A, delta, best, (at, value, low, high), choice.stride, law.domain["K"],
+                      tuple(np.array(built).T)), path)
 
 
 if __name__ == "__main__":

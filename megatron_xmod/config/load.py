@@ -9,20 +9,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from megatron_xmod.config.deepspeed import deep_merge
 from megatron_xmod.config.schema import Config
-from megatron_xmod.errors import UserError
+from megatron_xmod.config.yaml_text import dump_yaml, parse_yaml, read_yaml
+from megatron_xmod.errors import CombinationError, UserError
 from megatron_xmod.runtime.files import write_atomically
 
 _COMMAND_LINE = "on the command line"
@@ -50,12 +49,8 @@ def load_config(argv: list[str], description: str | None = None) -> Config:
     if any(name == "help" for name, _ in options):
         parser(description).print_help()
         raise SystemExit(0)
-    settings: _Settings = {}
-    for name, words in options:
-        if name == "config":
-            file = _one_word(name, words)
-            for key, value in _flatten(_read_yaml(file)):
-                _put(settings, key, value, f"in {file}")
+    files = [_one_word(name, words) for name, words in options if name == "config"]
+    settings = _layered([(read_yaml(file), f"in {file}") for file in files])
     for name, words in options:
         if name != "config" and name not in _LAUNCHER:
             _put(settings, name, _from_words(name, words), _COMMAND_LINE)
@@ -64,10 +59,28 @@ def load_config(argv: list[str], description: str | None = None) -> Config:
 
 def config_from_dict(tree: dict[str, Any]) -> Config:
     """The inverse of `config_to_dict`. What is missing has its default. Raises UserError as `load_config` does."""
+    return config_from_layers([(tree, "in the saved configuration")])
+
+
+def config_from_layers(layers: Iterable[tuple[dict[str, Any], str]]) -> Config:
+    """The configuration that settings laid over each other give, the later ones over the earlier.
+
+    Args:
+        layers: Settings, nested or by their full names, and where they come from ("in a.yaml") for messages.
+
+    Raises:
+        CombinationError: values that are good alone do not go together, or are out of range.
+        UserError: an unknown name, or a value of the wrong type.
+    """
+    return _build(_layered(layers))
+
+
+def _layered(layers: Iterable[tuple[dict[str, Any], str]]) -> _Settings:
     settings: _Settings = {}
-    for key, value in _flatten(tree):
-        _put(settings, key, value, "in the saved configuration")
-    return _build(settings)
+    for tree, origin in layers:
+        for key, value in _flatten(tree):
+            _put(settings, key, value, origin)
+    return settings
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -77,7 +90,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: str | os.PathLike) -> None:
     """Writes a file that `--config` reads back as the same configuration; a failure leaves the old file whole."""
-    write_atomically(Path(path), yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False))
+    write_atomically(Path(path), dump_yaml(config_to_dict(config)))
 
 
 def parser(description: str | None = None) -> ArgumentParser:
@@ -136,38 +149,13 @@ def _one_word(name: str, words: list[str]) -> str:
 def _from_words(name: str, words: list[str]) -> Any:
     """The value of an option; jsonargparse converts words to the setting's type later."""
     if name.startswith(f"{_FREE}."):
-        return _yaml(_one_word(name, words), f"--{name}")
+        return parse_yaml(_one_word(name, words), f"--{name}")
     several = any(typing.get_origin(hint) in (list, tuple) for hint in _alternatives(_HINTS.get(name)))
     if several and words and words != ["null"] and not words[0].startswith("["):
         return words
     if name in _HINTS:
         return _one_word(name, words)
     return words  # an unknown name: refused where it is put
-
-
-def _yaml(text: str, place: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UserError(f"{place}{where}: {problem}.") from error
-
-
-def _read_yaml(file: str) -> dict[str, Any]:
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--config {file} can't be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--config {file} is not a text file in UTF-8.") from error
-    tree = _yaml(text, file)
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"{file} must have sections with settings, as 'model: {{hidden_size: 512}}'.")
-    return tree
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -219,7 +207,10 @@ def _build(settings: _Settings) -> Config:
     for name, (value, origin) in settings.items():
         _check(reader, name, value, origin)
         tree = deep_merge(tree, _nest(name.split("."), value))
-    return Config(**vars(reader.instantiate(reader.parse_object(tree))))
+    try:
+        return Config(**vars(reader.instantiate(reader.parse_object(tree))))
+    except UserError as error:
+        raise CombinationError(str(error)) from error
 
 
 def _check(reader: ArgumentParser, name: str, value: Any, origin: str) -> None:
@@ -269,27 +260,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key given twice, of which PyYAML would silently drop the first."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(problem=f"{key.value} is given twice",
-                                                        problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-# PyYAML takes 1e-4 and 1.5e6 for texts: they lack a point, or a sign in the exponent.
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float",
-                                 re.compile(r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-                                 list("-+.0123456789"))

@@ -23,9 +23,14 @@ class RoutingConfig:
     """Which tokens a sparse layer takes, and how its update is weighted.
 
     Args:
+        mode: How the layers of a round share the tokens. soft: each layer picks from all tokens, earlier ones made less
+            likely by bias_scale (X-MoD as published). exclusive: the layers of a round share no token, so they run as
+            one batched layer.
+        one_by_one: Run the layers of an exclusive round one after another: same function, slower; a reference.
         K: Inverse token sparsity: a sparse layer runs on 1/K of the tokens.
         A: Anchor stride: mean number of sparse updates a token gets between two dense anchors. A*K must be an integer.
-        bias_scale: The paper's tau, in logits: how much each earlier selection in the group lowers a token's score.
+        bias_scale: The paper's tau, in logits: how much each earlier selection in the group lowers a token's score
+            (of exclusive rounds, selections in earlier rounds).
         router_bias: Whether the router logit has a learnable constant.
         gate: What the gate r multiplies. residual: x + r*(a + f) (X-MoD, and the MoD paper's eq. 1).
             ffn: x + a + r*f (MoD as in eq. 6 of the X-MoD paper).
@@ -34,6 +39,8 @@ class RoutingConfig:
         loss_coefficient: Weight of the routing loss (binary cross-entropy of the threshold rule against the top-k set).
     """
 
+    mode: Literal["soft", "exclusive"] = "soft"
+    one_by_one: bool = False
     K: int = 8
     A: float = 4.0
     bias_scale: float = 0.5
@@ -117,6 +124,10 @@ class DataConfig:
         seq_length: Tokens per sequence, L.
         tokenizer: Kind of tokenizer: sentencepiece, hf or bytes. null: no tokenizer (model.vocab_size is needed).
         tokenizer_path: The tokenizer's file.
+        seed: Of the order of documents and samples.
+        samples: Training samples that the order is made for, at least those of the run; null: those of the run. Where
+            the text is passed more than once, the order depends on it: runs of different lengths see the same samples
+            first if it is the same.
     """
 
     paths: list[str] = field(default_factory=list)
@@ -125,8 +136,11 @@ class DataConfig:
     seq_length: int = 4096
     tokenizer: Literal["sentencepiece", "hf", "bytes"] | None = None
     tokenizer_path: str | None = None
+    seed: int = 1234
+    samples: int | None = None
 
     def __post_init__(self):
+        _require(self.seed >= 0, f"data.seed is {self.seed}; it must be 0 or more.")
         _require(self.seq_length >= 1, f"data.seq_length is {self.seq_length}; it must be at least 1.")
         _require(self.weights is None or len(self.weights) == len(self.paths),
                  f"data.weights has {len(self.weights or [])} numbers for {len(self.paths)} data.paths; "
@@ -212,7 +226,7 @@ class TrainConfig:
         micro_batch_size: Sequences per forward pass of one process.
         precision: Numbers of weights and activations. bf16 keeps fp32 master weights; fp64 is for tests.
         device: auto takes CUDA where there is a GPU.
-        seed: Of initialisation and data order.
+        seed: Of the initial weights (data.seed is that of the order of the data).
         log_interval: Steps between two log lines.
         eval_interval: Steps between two evaluations; 0 evaluates only at the end.
         eval_batches: Global batches per evaluation; 0 switches evaluation off.
@@ -279,6 +293,9 @@ class Config:
                  f"data.seq_length ({self.data.seq_length}) must be a multiple of model.routing.K "
                  f"({self.model.routing.K}); the nearest are "
                  f"{_nearest_multiples(self.data.seq_length, self.model.routing.K)}.")
+        needed = self.train.steps * self.train.global_batch_size
+        _require(self.data.samples is None or self.data.samples >= needed, f"data.samples is {self.data.samples}, but "
+                 f"train.steps * train.global_batch_size is {needed}. Set it to that or more, or to null.")
         tp = self.parallel.tensor_parallel_size
         for name in ("heads", "kv_heads", "ffn_size"):
             value = getattr(self.model, name)

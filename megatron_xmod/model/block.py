@@ -92,6 +92,8 @@ def attention_update(x_BSD: Tensor, w: LayerWeights, angles: tuple[Tensor, Tenso
                      cache=None) -> Tensor:
     """What causal self-attention adds to x, [B, S, D].
 
+    With the weights of a stack, each [R, ...], x is [R, B, S, D] and layer r works on x[r]; so do the other functions.
+
     Args:
         angles: Cosine and sine of the tokens' positions, [B or 1, S, E/2].
         cache: This layer's LayerCache; keys and values of earlier tokens are read from it and the new ones added.
@@ -100,35 +102,45 @@ def attention_update(x_BSD: Tensor, w: LayerWeights, angles: tuple[Tensor, Tenso
     x_BSD = copy_to_tensor_parallel(rms_norm(x_BSD, w.attention_norm, context), group)
     # The head norms are the same on every rank, but each rank sees its own heads only: gradients are summed too.
     q_norm, k_norm = copy_to_tensor_parallel(w.q_norm, group), copy_to_tensor_parallel(w.k_norm, group)
-    q_BSHE = rotate(rms_norm(F.linear(x_BSD, w.q_proj).unflatten(-1, (-1, E)), q_norm, context), *angles)
-    k_BSGE = rotate(rms_norm(F.linear(x_BSD, w.k_proj).unflatten(-1, (-1, E)), k_norm, context), *angles)
-    v_BSGE = F.linear(x_BSD, w.v_proj).unflatten(-1, (-1, E))
+    q_BSHE = rotate(rms_norm(linear(x_BSD, w.q_proj).unflatten(-1, (-1, E)), q_norm, context), *angles)
+    k_BSGE = rotate(rms_norm(linear(x_BSD, w.k_proj).unflatten(-1, (-1, E)), k_norm, context), *angles)
+    v_BSGE = linear(x_BSD, w.v_proj).unflatten(-1, (-1, E))
     if cache is not None:
         k_BSGE, v_BSGE = cache.append(k_BSGE, v_BSGE)
     y_BSHE = causal_attention(q_BSHE, k_BSGE, v_BSGE)
-    return reduce_from_tensor_parallel(F.linear(y_BSHE.flatten(-2), w.o_proj), group)
+    return reduce_from_tensor_parallel(linear(y_BSHE.flatten(-2), w.o_proj), group)
 
 
 def causal_attention(q_BSHE: Tensor, k_BTGE: Tensor, v_BTGE: Tensor) -> Tensor:
     """Causal attention of the last S of T tokens, [B, S, H, E]; query head h reads key/value head h // (H/G)."""
-    S, T = q_BSHE.shape[1], k_BTGE.shape[1]
+    S, T = q_BSHE.shape[-3], k_BTGE.shape[-3]
     mask = None
     if 1 < S < T:
         mask = torch.ones(S, T, dtype=torch.bool, device=q_BSHE.device).tril(T - S)
     y_BHSE = F.scaled_dot_product_attention(
-        q_BSHE.transpose(1, 2), k_BTGE.transpose(1, 2), v_BTGE.transpose(1, 2), attn_mask=mask, is_causal=S == T,
-        enable_gqa=q_BSHE.shape[2] != k_BTGE.shape[2])
-    return y_BHSE.transpose(1, 2)
+        *(x.flatten(0, -4).transpose(1, 2) for x in (q_BSHE, k_BTGE, v_BTGE)), attn_mask=mask, is_causal=S == T,
+        enable_gqa=q_BSHE.shape[-2] != k_BTGE.shape[-2])
+    return y_BHSE.transpose(1, 2).view(q_BSHE.shape)
 
 
 def mlp_update(x_BSD: Tensor, w: LayerWeights, context: ModelContext) -> Tensor:
     """What the SwiGLU feed-forward adds to x, [B, S, D]."""
     group = context.mesh.tensor_group
     x_BSD = copy_to_tensor_parallel(rms_norm(x_BSD, w.mlp_norm, context), group)
-    hidden_BSF = F.silu(F.linear(x_BSD, w.gate_proj)) * F.linear(x_BSD, w.up_proj)
-    return reduce_from_tensor_parallel(F.linear(hidden_BSF, w.down_proj), group)
+    hidden_BSF = F.silu(linear(x_BSD, w.gate_proj)) * linear(x_BSD, w.up_proj)
+    return reduce_from_tensor_parallel(linear(hidden_BSF, w.down_proj), group)
 
 
 def rms_norm(x: Tensor, weight: Tensor, context: ModelContext) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, context.config.norm_eps)
+    """RMSNorm over the last dimension; weight [D], or [R, D] for x [R, ..., D]."""
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, context.config.norm_eps)
+    stacked = weight.view(weight.shape[0], *[1] * (x.dim() - 2), weight.shape[1])
+    return F.rms_norm(x, weight.shape[1:], None, context.config.norm_eps) * stacked
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x times the weight [out, in]; or layer by layer, x [R, ..., in] and weight [R, out, in]."""
+    if weight.dim() == 2:
+        return F.linear(x, weight)
+    return torch.bmm(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])

@@ -21,10 +21,20 @@ class Selection(NamedTuple):
 
     positions_BK: In ascending order, so that plain causal attention on the compacted sequence is right.
     valid_BK: False where a sequence has fewer than K tokens and the rest is filling, at the end; None if all are true.
+
+    Of all layers of an exclusive round at once, both are [R, B, K].
     """
 
     positions_BK: Tensor
     valid_BK: Tensor | None = None
+
+
+class RouterWeights(NamedTuple):
+    """Of one layer; or of all layers of a round, with R in front."""
+
+    weight: Tensor  # [D]
+    bias: Tensor | None  # []
+    scale: Tensor | None  # [], the residual scale
 
 
 class Router(nn.Module):
@@ -38,16 +48,19 @@ class Router(nn.Module):
         self.scale = new_parameter((layers,), mesh, init_value=config.routing.residual_scale_init) \
             if config.routing.residual_scale else None
 
-    def unbind(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-        """(weight [D], bias [], scale []) of each layer."""
-        weights = self.weight.unbind()
-        empty = [None] * len(weights)
-        return list(zip(weights, empty if self.bias is None else self.bias.unbind(),
-                        empty if self.scale is None else self.scale.unbind(), strict=True))
+    def stacked(self) -> RouterWeights:
+        """The parameters of all layers, [R, ...]."""
+        return RouterWeights(self.weight, self.bias, self.scale)
+
+    def unbind(self) -> list[RouterWeights]:
+        """The parameters of each layer."""
+        absent = [None] * len(self.weight)
+        columns = [absent if p is None else p.unbind() for p in self.stacked()]
+        return [RouterWeights(*layer) for layer in zip(*columns, strict=True)]
 
 
 def router_logits(x_BSD: Tensor, weight_D: Tensor, bias: Tensor | None) -> Tensor:
-    """s = w.x + bias, [B, S], in fp32 at least."""
+    """s = w.x + bias, [B, S], in fp32 at least; of all layers of a round [B, S, R], with weight [R, D], bias [R]."""
     logits_BS = _Logits.apply(x_BSD, weight_D)
     return logits_BS if bias is None else logits_BS + bias.to(logits_BS.dtype)
 
@@ -62,11 +75,13 @@ class _Logits(torch.autograd.Function):
         return F.linear(x_BSD.to(dtype), weight_D.to(dtype))
 
     @staticmethod
-    def backward(ctx, gradient_BS):
-        x_BSD, weight_D = ctx.saved_tensors
-        x_gradient = gradient_BS.unsqueeze(-1) * weight_D.to(gradient_BS.dtype)
-        weight_gradient = x_BSD.flatten(0, -2).to(gradient_BS.dtype).mT @ gradient_BS.flatten()
-        return x_gradient.to(x_BSD.dtype), weight_gradient.to(weight_D.dtype)
+    def backward(ctx, gradient):
+        x_BSD, weight = ctx.saved_tensors
+        width, dtype = x_BSD.shape[-1], gradient.dtype
+        gradient_NR = gradient.reshape(x_BSD.shape[:-1].numel(), -1)  # one column for a single layer
+        x_gradient = gradient_NR @ weight.view(-1, width).to(dtype)
+        weight_gradient = gradient_NR.mT @ x_BSD.reshape(-1, width).to(dtype)
+        return x_gradient.view_as(x_BSD).to(x_BSD.dtype), weight_gradient.view_as(weight).to(weight.dtype)
 
 
 def select_top_k(score_BS: Tensor, count: int) -> Selection:
@@ -91,13 +106,13 @@ def select_threshold(score_BS: Tensor) -> Selection:
 def selection_mask(selection: Selection, length: int) -> Tensor:
     """[B, S] bool: the tokens that entered."""
     positions = selection.positions_BK
-    mask = torch.zeros(positions.shape[0], length, dtype=torch.bool, device=positions.device)
-    valid = torch.ones_like(positions, dtype=torch.bool) if selection.valid_BK is None else selection.valid_BK
-    return mask.scatter_(1, positions, valid)
+    entered = torch.ones_like(positions) if selection.valid_BK is None else selection.valid_BK.to(positions.dtype)
+    # Added up, since filling may name a token that entered.
+    return positions.new_zeros(positions.shape[0], length).scatter_add_(1, positions, entered) > 0
 
 
 def gather_tokens(x_BSD: Tensor, selection: Selection) -> Tensor:
-    """The selected tokens, [B, K, D]."""
+    """The selected tokens, [B, K, D] (or [R, B, K, D])."""
     return _rows(x_BSD).index_select(0, _flat_positions(x_BSD, selection).flatten()) \
         .view(*selection.positions_BK.shape, -1)
 

@@ -6,13 +6,18 @@ Shapes: B batch, S sequence, K tokens kept per sequence, D width, R layers in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron_xmod.model.block import Block, LayerWeights, attention_update, mlp_update
 from megatron_xmod.model.context import ModelContext
+from megatron_xmod.model.exclusive import own_by_threshold, own_by_top_k, routing_losses, select_owned
 from megatron_xmod.model.router import (
     Router,
+    RouterWeights,
     Selection,
     add_to_tokens,
     attach_loss,
@@ -21,12 +26,15 @@ from megatron_xmod.model.router import (
     routing_loss,
     select_threshold,
     select_top_k,
+    selection_mask,
 )
 from megatron_xmod.model.statistics import GroupStatistics
 
+SELECTION = "select tokens"  # the name of routing in a profile
+
 
 class SparseRound(nn.Module):
-    """Up to K consecutive sparse layers, run one by one (soft routing, as published).
+    """Up to K consecutive sparse layers.
 
     Args:
         layers: R, the layers in the round.
@@ -34,9 +42,12 @@ class SparseRound(nn.Module):
 
     def __init__(self, context: ModelContext, layers: int):
         super().__init__()
-        self.context = context
+        self.context, self.layers = context, layers
         self.block = Block(context, layers)
         self.router = Router(context, layers)
+        self.exclusive = context.config.routing.mode == "exclusive"
+        # Then the layers of an exclusive round have places for all tokens, and the last one takes those that are left.
+        self.last_takes_rest = layers == context.config.routing.K
 
     def forward(self, x_BSD: Tensor, taken_BS: Tensor, statistics: GroupStatistics | None = None,
                 cache=None) -> tuple[Tensor, Tensor]:
@@ -48,53 +59,121 @@ class SparseRound(nn.Module):
         Returns:
             x and the counts after the round.
         """
-        selections: list[Selection] = []
-        return self.context.maybe_recompute(self._run, x_BSD, taken_BS, selections, statistics, cache)
+        run = self._run_soft
+        if self.exclusive:
+            # While decoding, few layers get a token: those that get none are left out.
+            one_by_one = self.context.config.routing.one_by_one or cache is not None
+            run = self._run_one_by_one if one_by_one else self._run_batched
+        choices: list = []
+        return self.context.maybe_recompute(run, x_BSD, taken_BS, choices, statistics, cache)
 
-    def _run(self, x_BSD, taken_BS, selections, statistics, cache):
-        """`selections` is filled on the first run; recomputation finds it full and never routes again."""
-        first_run = not selections
-        routing = self.context.config.routing
-        loss = 0.0
+    # Each of the three fills `choices` on its first run; recomputation finds it full and never routes again.
+
+    def _run_soft(self, x_BSD, taken_BS, choices, statistics, cache):
+        """Each layer chooses among all tokens, those taken before made less likely (eq. 7, 8)."""
+        first_run = not choices
+        losses = []
         for i, (weights, router) in enumerate(zip(self.block.unbind(), self.router.unbind(), strict=True)):
-            weight_D, bias, scale = router
-            score_BS = router_logits(x_BSD, weight_D, bias) - routing.bias_scale * taken_BS
+            score_BS = self._score(x_BSD, router, taken_BS)
             if first_run:
-                selections.append(self._select(score_BS))
-            selection = selections[i]
-            if selection.positions_BK.shape[1]:
-                layer_cache = cache and cache.layer(self, i)
-                x_BSD = self._update(x_BSD, score_BS, selection, weights, scale, layer_cache)
-                taken_BS = taken_BS + _ones_at(selection, taken_BS)
-            if torch.is_grad_enabled() or statistics:
-                layer_loss = routing_loss(score_BS, selection)
-                loss = loss + layer_loss
+                choices.append(self._select(score_BS))
+            selection = choices[i]
             if statistics and first_run:
-                statistics.record(score_BS, selection, scale, layer_loss)
-        if torch.is_grad_enabled() and routing.loss_coefficient > 0:
-            x_BSD = attach_loss(x_BSD, routing.loss_coefficient * loss, self.context.auxiliary_scale)
-        return x_BSD, taken_BS
+                statistics.record_soft(score_BS, selection, router.scale)
+            losses.append(routing_loss(score_BS, selection))
+            x_BSD = self._update(x_BSD, score_BS, selection, weights, router.scale, cache and cache.layer(self, i))
+            taken_BS = taken_BS + selection_mask(selection, taken_BS.shape[1])
+        return self._attach(x_BSD, losses), taken_BS
 
+    def _run_batched(self, x_BSD, taken_BS, choices, statistics, cache):
+        """All layers of an exclusive round at once."""
+        router = self.router.stacked()
+        score_BSR = self._score(x_BSD, router, taken_BS.unsqueeze(-1))
+        if not choices:
+            choices += self._own(score_BSR)
+            if statistics:
+                statistics.record_exclusive(score_BSR, choices[0], router.scale, self.last_takes_rest)
+        owner_BS, selection = choices
+        losses = routing_losses(score_BSR, owner_BS, self.last_takes_rest)
+        x_BSD = self._update(x_BSD, score_BSR.permute(2, 0, 1), selection, self.block.weights(), router.scale, None)
+        return self._attach(x_BSD, losses), taken_BS + (owner_BS < self.layers)
+
+    def _run_one_by_one(self, x_BSD, taken_BS, choices, statistics, cache):
+        """The same function, layer after layer: each reads the tokens as the layers before it left them."""
+        first_run = not choices
+        owner_BS = torch.full(taken_BS.shape, self.layers, device=x_BSD.device)
+        scores = []
+        for i, (weights, router) in enumerate(zip(self.block.unbind(), self.router.unbind(), strict=True)):
+            free_BS = owner_BS == self.layers
+            scores.append(self._score(x_BSD, router, taken_BS))
+            if first_run:
+                choices.append(self._select_free(scores[i], free_BS, last=i == self.layers - 1))
+            owner_BS = owner_BS.masked_fill(selection_mask(choices[i], free_BS.shape[1]), i)
+            x_BSD = self._update(x_BSD, scores[i], choices[i], weights, router.scale, cache and cache.layer(self, i))
+        score_BSR = torch.stack(scores, -1)
+        if statistics and first_run:
+            statistics.record_exclusive(score_BSR, owner_BS, self.router.scale, self.last_takes_rest)
+        losses = routing_losses(score_BSR, owner_BS, self.last_takes_rest)
+        return self._attach(x_BSD, losses), taken_BS + (owner_BS < self.layers)
+
+    def _score(self, x_BSD: Tensor, router: RouterWeights, taken: Tensor) -> Tensor:
+        return router_logits(x_BSD, router.weight, router.bias) - self.context.config.routing.bias_scale * taken
+
+    def _count(self, x_BSD: Tensor) -> int | None:
+        """Tokens that each layer takes of a sequence; None under the threshold, where that varies."""
+        return x_BSD.shape[1] // self.context.config.routing.K if self.context.routing == "top_k" else None
+
+    @torch.no_grad()
+    @record_function(SELECTION)
     def _select(self, score_BS: Tensor) -> Selection:
-        if self.context.routing == "threshold":
-            return select_threshold(score_BS)
-        return select_top_k(score_BS, score_BS.shape[1] // self.context.config.routing.K)
+        count = self._count(score_BS)
+        return select_threshold(score_BS) if count is None else select_top_k(score_BS, count)
+
+    @torch.no_grad()
+    def _select_free(self, score_BS: Tensor, free_BS: Tensor, last: bool) -> Selection:
+        if last and self.last_takes_rest:
+            score_BS = torch.zeros_like(score_BS)
+        return self._select(score_BS.masked_fill(~free_BS, float("-inf")))
+
+    @torch.no_grad()
+    @record_function(SELECTION)
+    def _own(self, score_BSR: Tensor) -> tuple[Tensor, Selection]:
+        """The layer of the round that takes each token, [B, S], and the tokens of each layer, [R, B, K]."""
+        count = self._count(score_BSR)
+        if count is None:
+            owner_BS = own_by_threshold(score_BSR, self.last_takes_rest)
+        else:
+            owner_BS = own_by_top_k(score_BSR, count)
+        return owner_BS, select_owned(owner_BS, self.layers, count)
 
     def _update(self, x_BSD, score_BS, selection, weights: LayerWeights, scale, cache):
-        """x with the layer's gated update on the selected tokens (eq. 6, 7)."""
+        """x with the gated update of the selected tokens (eq. 6, 7).
+
+        Score, selection, weights and scale are those of one layer, or of all layers of a round with R in front.
+        """
+        if not selection.positions_BK.shape[-1]:
+            return x_BSD
         context = self.context
         x_BKD = gather_tokens(x_BSD, selection)
         start = 0 if cache is None else cache.start
         angles = context.rope(start + selection.positions_BK, start + x_BSD.shape[1], x_BSD.dtype)
         a_BKD = attention_update(x_BKD, weights, angles, context, cache)
         f_BKD = mlp_update(x_BKD + a_BKD, weights, context)
-        gate_BK = score_BS.gather(1, selection.positions_BK).sigmoid()
-        gate_BK1 = (gate_BK if scale is None else scale * gate_BK).unsqueeze(-1)
+        gate_BK1 = score_BS.gather(-1, selection.positions_BK).sigmoid().unsqueeze(-1)
+        if scale is not None:
+            gate_BK1 = gate_BK1 * scale.view(*scale.shape, *[1] * (gate_BK1.dim() - scale.dim()))
         if context.config.routing.gate == "ffn":
             delta_BKD = a_BKD + (gate_BK1 * f_BKD).to(x_BSD.dtype)
         else:
             delta_BKD = (gate_BK1 * (a_BKD + f_BKD)).to(x_BSD.dtype)
         return add_to_tokens(x_BSD, selection, delta_BKD)
+
+    def _attach(self, x_BSD: Tensor, losses: Sequence[Tensor] | Tensor) -> Tensor:
+        """x with the gradient of the routing loss, the sum over layers (eq. 42, 43)."""
+        coefficient = self.context.config.routing.loss_coefficient
+        if not torch.is_grad_enabled() or coefficient == 0:
+            return x_BSD
+        return attach_loss(x_BSD, coefficient * sum(losses), self.context.auxiliary_scale)
 
 
 class AnchorGroup(nn.Module):
@@ -121,10 +200,3 @@ class AnchorGroup(nn.Module):
         if recording:
             self.context.statistics.setdefault(self.name, []).append(statistics.finish())
         return self.anchor(x_BSD, cache)
-
-
-def _ones_at(selection: Selection, like_BS: Tensor) -> Tensor:
-    ones = torch.ones_like(selection.positions_BK, dtype=like_BS.dtype)
-    if selection.valid_BK is not None:
-        ones = ones * selection.valid_BK
-    return torch.zeros_like(like_BS).scatter(1, selection.positions_BK, ones)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_xmod.model.router import Selection, select_top_k, selection_mask
+from megatron_xmod.model.exclusive import own_by_threshold, own_by_top_k, routing_losses
+from megatron_xmod.model.router import Selection, routing_loss, select_top_k, selection_mask
 
 
 class GroupStatistics:
@@ -25,21 +26,33 @@ class GroupStatistics:
         self.overlap_pairs_B: Tensor | float = 0.0
 
     @torch.no_grad()
-    def record(self, score_BS: Tensor, selection: Selection, scale: Tensor | None, loss: Tensor) -> None:
-        """Takes in one sparse layer: its biased logits, whom it took, its residual scale and its routing loss."""
-        taken = selection_mask(selection, self.length)
-        by_threshold = score_BS >= 0
+    def record_soft(self, score_BS: Tensor, selection: Selection, scale: Tensor | None) -> None:
+        """Takes in one layer that chose among all tokens: its biased logits, whom it took, its residual scale."""
         by_top_k = selection_mask(select_top_k(score_BS, self.length // self.K), self.length)
+        self._record(selection_mask(selection, self.length), score_BS >= 0, by_top_k, score_BS, scale,
+                     routing_loss(score_BS, selection))
+
+    @torch.no_grad()
+    def record_exclusive(self, score_BSR: Tensor, owner_BS: Tensor, scale_R: Tensor | None,
+                         last_takes_rest: bool) -> None:
+        """Takes in the layers of an exclusive round: which of them took each token."""
+        by_threshold = own_by_threshold(score_BSR, last_takes_rest)
+        by_top_k = own_by_top_k(score_BSR, self.length // self.K)
+        losses = routing_losses(score_BSR, owner_BS, last_takes_rest)
+        for layer in range(score_BSR.shape[-1]):
+            self._record(owner_BS == layer, by_threshold == layer, by_top_k == layer, score_BSR[..., layer],
+                         None if scale_R is None else scale_R[layer], losses[layer])
+
+    def _record(self, taken, by_threshold, by_top_k, score_BS, scale, loss) -> None:
         both = (by_threshold & by_top_k).sum()
         gate = (score_BS.sigmoid() * taken).sum() / taken.sum().clamp(min=1)
         updates = self.updates_BS if self.updates_BS is not None else torch.zeros_like(score_BS)
         one = torch.ones((), device=score_BS.device)
         # The order of LAYER_FIGURES.
         self.layers.append(torch.stack([value.float() for value in (
-            taken.float().mean(), by_threshold.float().mean(), gate, one if scale is None else scale.detach(),
-            updates.mean(), loss.detach(), (by_threshold == by_top_k).float().mean(),
-            both / by_threshold.sum().clamp(min=1), both / by_top_k.sum().clamp(min=1),
-            2 * both / (by_threshold.sum() + by_top_k.sum()).clamp(min=1))]))
+            taken.float().mean(), by_threshold.float().mean(), gate, one if scale is None else scale, updates.mean(),
+            loss, (by_threshold == by_top_k).float().mean(), both / by_threshold.sum().clamp(min=1),
+            both / by_top_k.sum().clamp(min=1), 2 * both / (by_threshold.sum() + by_top_k.sum()).clamp(min=1))]))
         if self.previous_BS is not None:
             union = (taken | self.previous_BS).sum(-1)
             shared = (taken & self.previous_BS).sum(-1)

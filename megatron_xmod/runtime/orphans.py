@@ -13,24 +13,27 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _DEEPSPEED, _TORCHRUN = "deepspeed.launcher.launch", ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_SWEEP = "sweep.py"
 
 
 def end_with_launcher() -> None:
-    """Sends this process SIGTERM (so it saves and ends) when the deepspeed or torchrun that started it dies.
+    """Sends this process SIGTERM (so it saves and ends) when the deepspeed, torchrun or sweep that started it dies.
 
     The kernel does it for the parent. `deepspeed` is two processes, though: the command a user sees, and the node's
-    launcher, which outlives a SIGTERM to the first; so that one is watched too. A process without such a launcher is
-    left alone: its shell may well end before it (nohup), and Slurm sees to its own.
+    launcher, which outlives a SIGTERM to the first; so that one is watched too, and so is a sweep behind a
+    launcher. A process without such a launcher is left alone: its shell may well end before it (nohup), and Slurm sees
+    to its own.
     """
     if sys.platform != "linux":
         return
     launcher = os.getppid()
     words = _words(launcher)
     deepspeed = _DEEPSPEED in words
-    if deepspeed or any(Path(word).name in _TORCHRUN for word in words):
+    if deepspeed or any(Path(word).name in (*_TORCHRUN, _SWEEP) for word in words):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     command = _parent(launcher)
-    if deepspeed and any("deepspeed" in word for word in _words(command)):
+    commands = [Path(word).name for word in _words(command)]
+    if _SWEEP in commands or deepspeed and any("deepspeed" in word for word in commands):
         threading.Thread(target=_watch, args=(launcher, command), daemon=True).start()
 
 

@@ -38,7 +38,7 @@ class DenseCurves:
                    if length == L and abs(size / N_act - 1) < _SAME_SIZE]
         if not fitting:
             raise UserError(f"there is no dense run (K = 1) with N_act = {N_act:.4g} and L = {L:g} to compare with")
-        values = [_interpolate(flops, loss, C) for flops, loss in fitting if flops[0] <= C <= flops[-1]]
+        values = [interpolate(flops, loss, C) for flops, loss in fitting if flops[0] <= C <= flops[-1]]
         if not values:
             low, high = min(flops[0] for flops, _ in fitting), max(flops[-1] for flops, _ in fitting)
             raise UserError(f"its C = {C:.4g} lies outside the dense curve with N_act = {N_act:.4g} and L = {L:g}, "
@@ -46,7 +46,8 @@ class DenseCurves:
         return float(np.mean(values))
 
 
-def _interpolate(flops: np.ndarray, loss: np.ndarray, C: float) -> float:
+def interpolate(flops: np.ndarray, loss: np.ndarray, C: float) -> float:
+    """Loss at C inside a curve [n]: monotone cubic interpolation of ln loss over ln C."""
     flops, first = np.unique(flops, return_index=True)
     if len(flops) == 1:
         return float(loss[first[0]])

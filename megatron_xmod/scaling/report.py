@@ -51,7 +51,7 @@ class Report:
 
     def write(self, folder: Path) -> Path:
         """Writes report.md and its pictures; returns the path of report.md. Raises UserError where it can't."""
-        from megatron_xmod.scaling.plots import save
+        from megatron_xmod.plotting import save
 
         for name, figure in self._pictures.items():
             save(figure, folder / f"{name}.png")

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from megatron_xmod.config.load import save_config
 from megatron_xmod.config.schema import Config
 from megatron_xmod.data.build import build_datasets
 from megatron_xmod.data.sampler import BatchSampler, read_batches
-from megatron_xmod.data.tokenizer import load_tokenizer
 from megatron_xmod.errors import UserError
 from megatron_xmod.flops import train_flops_per_token
 from megatron_xmod.runtime.folder import claim_folder
@@ -28,25 +26,6 @@ from megatron_xmod.train.metrics import Console, Recorder, gather_routing, peak_
 _SKIPPED_STEPS_IN_A_ROW = 10
 
 
-def resolve_vocabulary(config: Config) -> Config:
-    """The configuration with the true number of tokens in it.
-
-    Raises:
-        UserError: it is neither given nor told by a tokenizer, or the tokenizer has more.
-    """
-    if config.data.tokenizer is None:
-        if config.model.vocab_size is None:
-            raise UserError("model.vocab_size is null and there is no data.tokenizer to take it from. Set one of them.")
-        return config
-    size = load_tokenizer(config.data.tokenizer, config.data.tokenizer_path).vocab_size
-    if config.model.vocab_size is None:
-        return replace(config, model=replace(config.model, vocab_size=size))
-    if size > config.model.vocab_size:
-        raise UserError(f"the tokenizer {config.data.tokenizer_path} has {size} tokens, model.vocab_size is "
-                        f"{config.model.vocab_size}. Set model.vocab_size to null to take the tokenizer's.")
-    return config
-
-
 def open_datasets(config: Config) -> tuple:
     """(training, validation) samples of data.seq_length + 1 tokens.
 
@@ -54,9 +33,9 @@ def open_datasets(config: Config) -> tuple:
         UserError: nothing to train or validate on, or a broken shard.
     """
     batch, evaluated = config.train.global_batch_size, config.train.eval_batches
-    wanted = (config.train.steps * batch, evaluated * batch, 0)
+    wanted = (config.data.samples or config.train.steps * batch, evaluated * batch, 0)
     train_set, valid_set, _ = build_datasets(config.data.paths, config.data.weights, config.data.split,
-                                             config.data.seq_length, config.train.seed, wanted,
+                                             config.data.seq_length, config.data.seed, wanted,
                                              vocab_size=config.model.vocab_size)
     return train_set, valid_set
 
@@ -127,6 +106,8 @@ class Trainer:
         self._describe()
         if self.step == train.steps:
             self.console.say(f"nothing to do: {self.checkpoint} is step {self.step} of {train.steps}.")
+            if self.recorder and not self.recorder.is_finished():  # killed after the last checkpoint
+                self._finish(None, 0.0)
             return
         started = time.monotonic()
         # Before the first step, and where the run was stopped before an evaluation that was due.

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_xmod.model.statistics import LAYER_FIGURES
 from megatron_xmod.parallel.mesh import Mesh
 from megatron_xmod.runtime.files import write_atomically, write_errors
+from megatron_xmod.runtime.words import duration
 
 Figures = dict[str, dict[str, list[float]]]
 
@@ -114,6 +115,13 @@ class Recorder:
                 self.writer.add_scalar(f"validation_routing_{name}/{figure}", value, step)
         self.writer.add_scalar("validation/gap", found["loss_causal"] - found["loss_topk"], step)
 
+    def is_finished(self) -> bool:
+        """Whether summary.json says that the run came to its last step."""
+        try:
+            return json.loads((self.output / "summary.json").read_text())["final"]["finished"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def finish(self, summary: dict) -> None:
         """Writes summary.json and closes TensorBoard."""
         write_atomically(self.output / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
@@ -155,7 +163,7 @@ class Console:
         if routing:
             parts.append(f"coverage {routing['coverage']:.2f}")
             parts.append(f"threshold gap {routing['threshold_gap']:.2f}")
-        self.say(" | ".join([*parts, f"{_duration(seconds_left)} left"]))
+        self.say(" | ".join([*parts, f"{duration(seconds_left)} left"]))
 
 
 def _engineering(value: float) -> str:
@@ -163,9 +171,3 @@ def _engineering(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g} {unit}"
     return f"{value:.3g} "
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

@@ -28,10 +28,12 @@ MODEL = ModelConfig(hidden_size=32, ffn_size=48, heads=4, kv_heads=2, head_dim=8
 
 def make_config(tensor: int = 1, pipeline: int = 1, accumulation: int = 1, data: int = 1, *, precision: str = "fp64",
                 zero_stage: int = 0, recompute: bool = False, optimizer: str = "adamw",
-                dense: bool = False) -> Config:
-    """A toy run with a global batch of BATCH sequences."""
+                kind: str = "soft") -> Config:
+    """A toy run with a global batch of BATCH sequences; the kind is dense or a mode of routing."""
+    model = replace(MODEL, prefix_layers=None) if kind == "dense" else \
+        replace(MODEL, routing=replace(MODEL.routing, mode=kind))
     return Config(
-        model=replace(MODEL, prefix_layers=None) if dense else MODEL, data=DataConfig(seq_length=LENGTH),
+        model=model, data=DataConfig(seq_length=LENGTH),
         # AdamW divides by |gradient| + eps: with the usual eps the rounding error of a gradient near 0 becomes an
         # update as large as any other.
         optimizer=OptimizerConfig(name=optimizer, lr=1e-2, muon_lr=1e-2, eps=1e-5, gradient_clipping=0.5,
@@ -111,14 +113,14 @@ def join(results: list[dict], what: str) -> dict[str, Tensor]:
             for name, place in places.items()}
 
 
-def reference(steps: int, precision: str, optimizer: str) -> dict:
+def reference(steps: int, precision: str, optimizer: str, kind: str) -> dict:
     """The same training in this process with nothing but torch: no engine, no groups, the whole batch at once.
 
     Returns:
         As `train`, and `margin`: how far, relative to the largest score, the scores just above and just below the cut
-        of any selection of any step are apart.
+        of any selection of any step are apart (soft routing).
     """
-    config = make_config(precision=precision, optimizer=optimizer)
+    config = make_config(precision=precision, optimizer=optimizer, kind=kind)
     context = ModelContext(config.model)
     model = Transformer(context, config.train.seed).to(torch.float64 if precision == "fp64" else torch.float32)
     optimizers = _torch_optimizers(model, config)
@@ -136,7 +138,7 @@ def reference(steps: int, precision: str, optimizer: str) -> dict:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clipping)
         for torch_optimizer in optimizers:
             torch_optimizer.step()
-    return {"losses": losses, "norms": norms, "gradients": gradients, "margin": min(margins),
+    return {"losses": losses, "norms": norms, "gradients": gradients, "margin": min(margins, default=None),
             "parameters": {name: p.detach().clone() for name, p in model.named_parameters()}}
 
 

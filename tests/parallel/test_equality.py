@@ -13,8 +13,8 @@ STEPS = 3
 
 
 @cache
-def reference(precision="fp64", optimizer="adamw"):
-    return cases.reference(STEPS, precision, optimizer)
+def reference(precision="fp64", optimizer="adamw", kind="soft"):
+    return cases.reference(STEPS, precision, optimizer, kind)
 
 
 def train(pool, tensor, pipeline, data, accumulation, **settings) -> list[dict]:
@@ -58,6 +58,12 @@ def test_float64_recomputed(pool, layout):
     check(train(pool, *layout, 2, recompute=True), reference(), 1e-10)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_float64_exclusive(pool, layout, recompute):
+    check(train(pool, *layout, 2, kind="exclusive", recompute=recompute), reference(kind="exclusive"), 1e-10)
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("layout", [*LAYOUTS, (1, 2, 2)], ids=ids)
 def test_float32(pool, layout, zero_stage):
@@ -72,12 +78,12 @@ def test_muon(pool, layout):
     check(train(pool, *layout, 2, optimizer="muon"), reference(optimizer="muon"), 1e-10)
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", "soft"])
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=ids)
-def test_bf16_counts_and_scales_as_one_process(pool, layout, dense):
+def test_bf16_counts_and_scales_as_one_process(pool, layout, kind):
     """Rounding to 8 bits hardly moves loss and norm; a wrong factor or a lost part would. In a sparse model it flips
     tokens, which tells after the first step."""
-    settings, steps = {"precision": "bf16", "zero_stage": 1, "dense": dense}, STEPS if dense else 1
+    settings, steps = {"precision": "bf16", "zero_stage": 1, "kind": kind}, STEPS if kind == "dense" else 1
     alone = train(pool, 1, 1, 1, 2, **settings)[0]
     for result in train(pool, *layout, 2, **settings):
         assert result["losses"][:steps] == pytest.approx(alone["losses"][:steps], rel=0.005)

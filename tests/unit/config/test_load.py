@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from megatron_xmod.config.load import config_from_dict, config_to_dict, load_config, save_config
+from megatron_xmod.config.load import config_from_dict, config_from_layers, config_to_dict, load_config, save_config
 from megatron_xmod.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainConfig
-from megatron_xmod.errors import UserError
+from megatron_xmod.errors import CombinationError, UserError
 
 
 @pytest.fixture
@@ -247,3 +247,19 @@ def test_reading_settings_needs_no_torch():
             "print('torch' in sys.modules)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+def test_layers_lie_over_each_other_and_name_their_place():
+    layers = [({"model": {"active_layers": 8}}, "in a.yaml"), ({"model.active_layers": 6, "data.seed": 3}, "in b.yaml")]
+    config = config_from_layers(layers)
+    assert (config.model.active_layers, config.data.seed) == (6, 3)
+    with pytest.raises(UserError, match="in b.yaml.*data.seed") as error:
+        config_from_layers([*layers[:1], ({"data.sed": 3}, "in b.yaml")])
+    assert not isinstance(error.value, CombinationError)
+    with pytest.raises(CombinationError, match="must be an integer"):
+        config_from_layers([({"model.routing.A": 0.3}, "in a.yaml")])
+
+
+def test_an_order_for_fewer_samples_than_the_run_needs_is_refused():
+    assert "is 80" in message("--data.samples", "79", "--train.steps", "10", "--train.global_batch_size", "8")
+    load_config(["--data.samples", "80", "--train.steps", "10", "--train.global_batch_size", "8"])

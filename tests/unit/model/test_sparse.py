@@ -156,8 +156,8 @@ def test_recomputation_gives_the_same_bits_and_never_selects_again(monkeypatch, 
     name = {"top_k": "select_top_k", "threshold": "select_threshold"}[mode]
     select = getattr(sparse, name)
     monkeypatch.setattr(sparse, name, lambda *args: calls.append("select") or select(*args))
-    record = GroupStatistics.record
-    monkeypatch.setattr(GroupStatistics, "record", lambda *args: calls.append("record") or record(*args))
+    record = GroupStatistics.record_soft
+    monkeypatch.setattr(GroupStatistics, "record_soft", lambda *args: calls.append("record") or record(*args))
     results, context = [], make_context(mode=mode, **gate)
     tokens = make_tokens(context, 2, 16)
     for context.recompute in (False, True):

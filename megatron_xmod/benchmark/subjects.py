@@ -1,0 +1,106 @@
+"""What is timed: models of the program by variant, and a peer. Each does the phases of a training step on its own.
+
+Shapes: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_xmod.config.load import load_config
+from megatron_xmod.config.schema import Config
+from megatron_xmod.errors import UserError
+from megatron_xmod.flops import train_flops_per_token
+from megatron_xmod.model.build import Transformer
+from megatron_xmod.model.context import ModelContext
+from megatron_xmod.parallel.loss import cross_entropy
+from megatron_xmod.parallel.mesh import Mesh
+from megatron_xmod.train.optimizer import build_optimizer
+
+MODES = ("soft", "exclusive")
+
+
+@dataclass
+class Subject:
+    """A model and its optimizer.
+
+    Attributes:
+        loss: Tokens [B, S + 1] -> mean loss.
+        flops_per_token: FLOPs of a training step that kernels do: attention causal, head included, three times forward.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Tensor], Tensor]
+    flops_per_token: float
+
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def variant_config(base: list[str], variant: str, overrides: list[str]) -> Config:
+    """The configuration of a variant: "dense", "mod", "soft:a4k8", "exclusive:a3k16" laid over the base files.
+
+    Args:
+        base: Configuration files.
+        variant: [mode:]name, a file of examples/configs/variant beside the first base file's folder, or a path.
+        overrides: Command-line overrides, laid over all.
+    """
+    mode, _, name = variant.rpartition(":")
+    if mode and mode not in MODES:
+        raise UserError(f"the variant {variant!r} has mode {mode!r}; it is one of {', '.join(MODES)}.")
+    file = name if name.endswith(".yaml") else f"examples/configs/variant/{name}.yaml"
+    files = [word for path in (*base, file) for word in ("--config", path)]
+    return load_config([*files, *(["--model.routing.mode", mode] if mode else []), *overrides])
+
+
+def xmod_subject(name: str, config: Config, device: torch.device, dtype: torch.dtype) -> Subject:
+    """A model of this program in one process."""
+    context = ModelContext(config.model, recompute=config.parallel.recompute)
+    model = Transformer(context, config.train.seed).to(device, dtype)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, Mesh(), zero_stage=0)
+
+    def loss(tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:], config.model.vocab_size, context.mesh).mean()
+
+    return Subject(name, model, optimizer, loss, train_flops_per_token(config.model, config.data.seq_length))
+
+
+def hf_subject(config: Config, device: torch.device, dtype: torch.dtype) -> Subject:
+    """The dense model of the same shape in `transformers` (Qwen3, SDPA), with torch's fused AdamW."""
+    try:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+    except ImportError:
+        raise UserError("--peer hf needs the package transformers: pip install transformers") from None
+    model = config.model
+    shape = Qwen3Config(
+        vocab_size=model.padded_vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_size,
+        num_hidden_layers=model.active_layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim, rope_theta=model.rope_theta, rms_norm_eps=model.norm_eps, tie_word_embeddings=False,
+        max_position_embeddings=config.data.seq_length, use_cache=False, attn_implementation="sdpa")
+    peer = Qwen3ForCausalLM(shape).to(device, dtype)
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(peer.parameters(), settings.lr, settings.betas, settings.eps, settings.weight_decay,
+                                  fused=True)
+
+    def loss(tokens: Tensor) -> Tensor:
+        logits = peer(tokens[:, :-1]).logits[..., :model.vocab_size]
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    dense = replace(model, prefix_layers=None)
+    return Subject("hf:dense", peer, optimizer, loss, train_flops_per_token(dense, config.data.seq_length))
+
+
+def make_tokens(config: Config, batch: int, device: torch.device) -> Iterator[Tensor]:
+    """Endless random tokens [B, S + 1]."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        shape = (batch, config.data.seq_length + 1)
+        yield torch.randint(config.model.vocab_size, shape, generator=generator).to(device)

@@ -1,0 +1,69 @@
+"""Exclusive rounds: the layers of a round share no token, so they give the same result one by one or all at once.
+
+A token that no layer of the round has taken yet has not changed since the round began, so all routers can read it then;
+and a layer changes only its own tokens.
+
+Shapes: B batch, S sequence, K tokens kept per layer and sequence, R layers in the round. `owner_BS` names the layer of
+the round that takes a token, R for none.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_xmod.model.router import Selection, select_top_k
+
+
+def own_by_top_k(score_BSR: Tensor, count: int) -> Tensor:
+    """Each layer in turn takes the `count` tokens it scores highest among those that are left; [B, S] int64."""
+    layers = score_BSR.shape[-1]
+    owner_BS = torch.full(score_BSR.shape[:2], layers, device=score_BSR.device)
+    for layer in range(layers):
+        left_BS = score_BSR[..., layer].detach().masked_fill(owner_BS < layers, float("-inf"))
+        owner_BS.scatter_(1, select_top_k(left_BS, count).positions_BK, layer)
+    return owner_BS
+
+
+def own_by_threshold(score_BSR: Tensor, last_takes_rest: bool) -> Tensor:
+    """A token enters the first layer whose sigmoid(score) >= 1/2; [B, S] int64. Depends on no other token.
+
+    Args:
+        last_takes_rest: The last layer takes every token that is left, as it does in training when the round's layers
+            together have places for all tokens.
+    """
+    enters_BSR = score_BSR.detach() >= 0
+    if last_takes_rest:
+        enters_BSR[..., -1] = True
+    first_BS = enters_BSR.to(torch.int8).argmax(-1)
+    return first_BS.masked_fill(~enters_BSR.any(-1), score_BSR.shape[-1])
+
+
+def select_owned(owner_BS: Tensor, layers: int, count: int | None = None) -> Selection:
+    """The tokens of every layer, positions [R, B, K] in ascending order.
+
+    Args:
+        count: K where all layers have as many; None takes the largest count, and the others are filled.
+    """
+    # A stable sort by owner lines up the layers' tokens, each layer's in order of position.
+    order_BS = owner_BS.sort(dim=1, stable=True).indices
+    if count is not None:
+        return Selection(order_BS[:, :layers * count].unflatten(1, (layers, count)).transpose(0, 1))
+    counts_RB = torch.stack([(owner_BS == layer).sum(1) for layer in range(layers)])
+    places_K = torch.arange(int(counts_RB.max()), device=owner_BS.device)
+    starts_RB = counts_RB.cumsum(0) - counts_RB
+    places_RBK = (starts_RB.unsqueeze(-1) + places_K).clamp(max=owner_BS.shape[1] - 1)
+    return Selection(order_BS.expand(layers, -1, -1).gather(2, places_RBK), places_K < counts_RB.unsqueeze(-1))
+
+
+def routing_losses(score_BSR: Tensor, owner_BS: Tensor, last_takes_rest: bool) -> Tensor:
+    """Binary cross-entropy of the threshold rule of each layer, [R]: over the tokens still free at that layer, whether
+    it took them. A last layer that takes the rest decides nothing and has none."""
+    layer_R = torch.arange(score_BSR.shape[-1], device=owner_BS.device)
+    free_BSR = (owner_BS.unsqueeze(-1) >= layer_R).to(score_BSR.dtype)
+    target_BSR = (owner_BS.unsqueeze(-1) == layer_R).to(score_BSR.dtype)
+    if last_takes_rest:
+        free_BSR = free_BSR * (layer_R < layer_R.numel() - 1)
+    entropy_BSR = F.binary_cross_entropy_with_logits(score_BSR, target_BSR, reduction="none")
+    return (entropy_BSR * free_BSR).sum((0, 1)) / free_BSR.sum((0, 1)).clamp(min=1)
