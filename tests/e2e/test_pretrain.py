@@ -14,7 +14,7 @@ from megatron_xmod.train.loop import open_datasets
 from tests.e2e.conftest import ROOT, losses
 
 LAYOUTS = {
-    "torchrun, dp2": ("torchrun", 2, []),
+    "torchrun, dp2, exclusive": ("torchrun", 2, ["--model.routing.mode", "exclusive"]),
     "deepspeed, pp2": ("deepspeed", 2, ["--parallel.pipeline_parallel_size", "2"]),
     "torchrun, tp2 x pp2": ("torchrun", 4, ["--parallel.tensor_parallel_size", "2",
                                             "--parallel.pipeline_parallel_size", "2"]),
