@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
 from megatron_xmod.config.load import save_config
@@ -22,6 +22,7 @@ from megatron_xmod.sweep.spec import SweepSpec
 from megatron_xmod.sweep.state import UNFINISHED, State, prepare_folder, read_state, record_failure
 
 PROGRAM = Path(__file__).parents[2] / "pretrain_xmod.py"
+_SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_FOR_A_SAVE = 120.0  # that a run whose sweep was killed still takes to save and end
 _ERROR = re.compile(r"(?:^|\] )error: (.*)")
 _EXCEPTION = re.compile(r"^([\w.]*(?:Error|Exception|Interrupt)\b.*)")
@@ -115,20 +116,37 @@ class Attempt:
         """Exit code, and the line that says best what went wrong."""
         words = command(self.spec, self.run, self.environment)
         tail: deque[str] = deque(maxlen=400)
-        with write_errors(self.run.folder), open(self.run.folder / "log.txt", "a") as log:
-            log.write(f"$ {shlex.join(words)}\n")
-            # A session of its own: Ctrl-C reaches the sweep alone, which asks the run to save.
-            self._process = subprocess.Popen(words, env=self.environment, stdout=subprocess.PIPE,
-                                             stderr=subprocess.STDOUT, text=True, errors="replace",
-                                             start_new_session=True)
-            if self._stopped:
-                self.stop()
-            for line in self._process.stdout:
-                log.write(line)
-                log.flush()
-                hear(line.rstrip("\n"))
-                tail.append(line.strip())
-        return self._process.wait(), error_line(list(tail), self._process.returncode)
+        file = self.run.folder / "log.txt"
+        with write_errors(file), open(file, "ab") as log:
+            log.write(f"$ {shlex.join(words)}\n".encode())
+            log.flush()
+            begin = log.tell()
+            # Not a pipe: the run can still print, and save, when the sweep is killed. A session of its own: Ctrl-C
+            # reaches the sweep alone, which asks the run to save.
+            self._process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log,
+                                             stderr=subprocess.STDOUT, start_new_session=True)
+        if self._stopped:
+            self.stop()
+        for line in _follow(file, begin, self._process):
+            hear(line)
+            tail.append(line.strip())
+        return self._process.returncode, error_line(list(tail), self._process.returncode)
+
+
+def _follow(file: Path, begin: int, process: subprocess.Popen) -> Iterator[str]:
+    """Whole lines that a process adds to a file, until it ends."""
+    rest = b""
+    with open(file, "rb") as stream:
+        stream.seek(begin)
+        while True:
+            ended = process.poll() is not None  # asked first: what it wrote before its end is then there to read
+            *lines, rest = (rest + stream.read()).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+            if ended:
+                break
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 def error_line(lines: list[str], code: int) -> str:
