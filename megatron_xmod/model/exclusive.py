@@ -40,21 +40,11 @@ def own_by_threshold(score_BSR: Tensor, last_takes_rest: bool) -> Tensor:
     return first_BS.masked_fill(~enters_BSR.any(-1), score_BSR.shape[-1])
 
 
-def select_owned(owner_BS: Tensor, layers: int, count: int | None = None) -> Selection:
-    """The tokens of every layer, positions [R, B, K] in ascending order.
-
-    Args:
-        count: K where all layers have as many; None takes the largest count, and the others are filled.
-    """
+def select_owned(owner_BS: Tensor, layers: int, count: int) -> Selection:
+    """The tokens of every layer, positions [R, B, K] in ascending order; each layer owns `count` of every sequence."""
     # A stable sort by owner lines up the layers' tokens, each layer's in order of position.
     order_BS = owner_BS.sort(dim=1, stable=True).indices
-    if count is not None:
-        return Selection(order_BS[:, :layers * count].unflatten(1, (layers, count)).transpose(0, 1))
-    counts_RB = torch.stack([(owner_BS == layer).sum(1) for layer in range(layers)])
-    places_K = torch.arange(int(counts_RB.max()), device=owner_BS.device)
-    starts_RB = counts_RB.cumsum(0) - counts_RB
-    places_RBK = (starts_RB.unsqueeze(-1) + places_K).clamp(max=owner_BS.shape[1] - 1)
-    return Selection(order_BS.expand(layers, -1, -1).gather(2, places_RBK), places_K < counts_RB.unsqueeze(-1))
+    return Selection(order_BS[:, :layers * count].unflatten(1, (layers, count)).transpose(0, 1))
 
 
 def routing_losses(score_BSR: Tensor, owner_BS: Tensor, last_takes_rest: bool) -> Tensor:

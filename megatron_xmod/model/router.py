@@ -22,7 +22,7 @@ class Selection(NamedTuple):
     positions_BK: In ascending order, so that plain causal attention on the compacted sequence is right.
     valid_BK: False where a sequence has fewer than K tokens and the rest is filling, at the end; None if all are true.
 
-    Of all layers of an exclusive round at once, both are [R, B, K].
+    Of all layers of an exclusive round at once, positions are [R, B, K], all valid.
     """
 
     positions_BK: Tensor

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from megatron_xmod.model.block import Block, LayerWeights, attention_update, mlp_update
 from megatron_xmod.model.context import ModelContext
-from megatron_xmod.model.exclusive import own_by_threshold, own_by_top_k, routing_losses, select_owned
+from megatron_xmod.model.exclusive import own_by_top_k, routing_losses, select_owned
 from megatron_xmod.model.router import (
     Router,
     RouterWeights,
@@ -61,8 +61,9 @@ class SparseRound(nn.Module):
         """
         run = self._run_soft
         if self.exclusive:
-            # While decoding, few layers get a token: those that get none are left out.
-            one_by_one = self.context.config.routing.one_by_one or cache is not None
+            # Under the threshold a layer takes as many tokens as pass; as one batch, all would be filled up to the
+            # fullest of them.
+            one_by_one = self.context.config.routing.one_by_one or self.context.routing == "threshold"
             run = self._run_one_by_one if one_by_one else self._run_batched
         choices: list = []
         return self.context.maybe_recompute(run, x_BSD, taken_BS, choices, statistics, cache)
@@ -86,7 +87,7 @@ class SparseRound(nn.Module):
         return self._attach(x_BSD, losses), taken_BS
 
     def _run_batched(self, x_BSD, taken_BS, choices, statistics, cache):
-        """All layers of an exclusive round at once."""
+        """All layers of an exclusive round at once, under top-k."""
         router = self.router.stacked()
         score_BSR = self._score(x_BSD, router, taken_BS.unsqueeze(-1))
         if not choices:
@@ -140,10 +141,7 @@ class SparseRound(nn.Module):
     def _own(self, score_BSR: Tensor) -> tuple[Tensor, Selection]:
         """The layer of the round that takes each token, [B, S], and the tokens of each layer, [R, B, K]."""
         count = self._count(score_BSR)
-        if count is None:
-            owner_BS = own_by_threshold(score_BSR, self.last_takes_rest)
-        else:
-            owner_BS = own_by_top_k(score_BSR, count)
+        owner_BS = own_by_top_k(score_BSR, count)
         return owner_BS, select_owned(owner_BS, self.layers, count)
 
     def _update(self, x_BSD, score_BS, selection, weights: LayerWeights, scale, cache):
