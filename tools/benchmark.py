@@ -9,6 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from megatron_xmod.errors import UserError
 from megatron_xmod.runtime.entry import run
 
 
@@ -29,7 +30,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--peer", choices=("hf",), help="also time the dense shape in transformers")
     add("--json", type=Path, metavar="FILE", help="save the rows here, and a Markdown table beside it")
     add("--trace", type=Path, metavar="FOLDER", help="write a profiler trace of a step of each variant")
-    return parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    for name, lowest in (("seq_length", 1), ("batch", 1), ("accumulation", 1), ("steps", 1), ("warm_up", 1)):
+        if getattr(options, name) < lowest:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least {lowest}.")
+    if len(set(options.variants)) < len(options.variants):
+        raise UserError("--variants names a variant twice.")
+    return options, overrides
 
 
 def main(arguments: list[str]) -> None:
@@ -62,7 +69,7 @@ def main(arguments: list[str]) -> None:
     if options.trace:
         options.trace.mkdir(parents=True, exist_ok=True)
         for subject in subjects:
-            file = options.trace / f"{subject.name.replace(':', '_')}.json.gz"
+            file = options.trace / f"{subject.name.replace(':', '_').replace('/', '_')}.json.gz"
             write_trace(subject, next(tokens), device, file)
             print(f"trace: {file}")
 

@@ -77,14 +77,14 @@ def measure(subjects: list[Subject], tokens: Iterator[Tensor], steps: int, accum
             device: torch.device, say=print) -> dict[str, Measured]:
     """Times `steps` steps of every subject, one after another, round after round; the first `warm_up` don't count.
 
-    In every round all subjects get the same tokens. The last warm-up step also counts launches.
+    In every round all subjects get the same tokens. Launches and memory are those of a step more, after the warm-up.
     """
     found = {subject.name: Measured() for subject in subjects}
     for number in range(-warm_up, steps):
         micro_batches = [next(tokens) for _ in range(accumulation)]
         for subject in subjects:
-            if number == -1:
-                _look_inside(subject, micro_batches[0], device, found[subject.name])
+            if number == 0:
+                _look_inside(subject, micro_batches, device, found[subject.name])
             seconds = train_step(subject, micro_batches, device)
             if number >= 0:
                 for phase, value in zip(PHASES, seconds, strict=True):
@@ -94,24 +94,27 @@ def measure(subjects: list[Subject], tokens: Iterator[Tensor], steps: int, accum
     return found
 
 
-def _look_inside(subject: Subject, tokens: Tensor, device: torch.device, into: Measured) -> None:
-    """Launches and peak memory of one forward, backward and optimizer step."""
+def _look_inside(subject: Subject, micro_batches: list[Tensor], device: torch.device, into: Measured) -> None:
+    """Launches and peak memory of one step; the subject's own standing bytes and what the step needs on top."""
     cuda = device.type == "cuda"
+    standing = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+    standing += sum(v.numel() * v.element_size() for s in subject.optimizer.state.values() for v in s.values())
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)  # of all subjects
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, profile_memory=not cuda) as profiler:
-        train_step(subject, [tokens], device)
+        train_step(subject, micro_batches, device)
     events = profiler.events()
     if cuda:
-        into.launches = sum(e.device_type == torch.autograd.DeviceType.CUDA for e in events)
-        into.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+        # Kernels, without the spans that annotations draw over them. Those of the selection are not told apart here.
+        on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        into.launches = sum(not e.is_user_annotation for e in on_gpu)
+        into.peak_memory_bytes = standing + torch.cuda.max_memory_allocated(device) - before
         return
     leaves = [e for e in events if e.name.startswith("aten::") and not _has_operators(e)]
     into.launches = len(leaves)
     into.selection_launches = sum(_inside_selection(e) for e in leaves)
-    standing = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-    standing += sum(v.numel() * v.element_size() for s in subject.optimizer.state.values() for v in s.values())
     into.peak_memory_bytes = standing + _peak_allocated(profiler)
 
 

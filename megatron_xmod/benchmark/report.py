@@ -19,17 +19,25 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "
 
 
 def rows(subjects: list[Subject], found: dict[str, Measured], tokens_per_step: int, device: torch.device) -> list[dict]:
-    """One row per subject. Efficiency compares with the first subject named "dense", where there is one:
-    (t_dense / t) / (FLOPs_dense / FLOPs), 1 if a variant is as much faster as its FLOPs are fewer."""
+    """One row per subject. Efficiency compares with the subject named "dense", where there is one:
+    (t_dense / t) / (FLOPs_dense / FLOPs), 1 if a variant is as much faster as its FLOPs are fewer; of the whole step,
+    and of forward and backward alone (the optimizer's time grows with the parameters, and its FLOPs are not counted).
+    """
     made = [_row(subject, found[subject.name], tokens_per_step, device) for subject in subjects]
     dense = next((row for row in made if row["variant"] == "dense"), None)
     for row in made:
         if dense:
             speed = dense["step_seconds"] / row["step_seconds"]
             row["speed_over_dense"] = speed
-            row["efficiency"] = speed / (dense["flops_per_step"] / row["flops_per_step"])
+            flops = dense["flops_per_step"] / row["flops_per_step"]
+            row["efficiency"] = speed / flops
+            row["efficiency_forward_backward"] = _forward_backward(dense) / _forward_backward(row) / flops
             row["launches_over_dense"] = (row["kernel_launches"] - row["selection_launches"]) / dense["kernel_launches"]
     return made
+
+
+def _forward_backward(row: dict) -> float:
+    return row["forward_seconds"] + row["backward_seconds"]
 
 
 def _row(subject: Subject, measured: Measured, tokens_per_step: int, device: torch.device) -> dict:
@@ -40,7 +48,8 @@ def _row(subject: Subject, measured: Measured, tokens_per_step: int, device: tor
            "tokens_per_second": tokens_per_step / seconds, "flops_per_step": flops, "flops_per_second": flops / seconds,
            "parameters": subject.parameters(), "peak_memory_bytes": measured.peak_memory_bytes,
            "kernel_launches": measured.launches, "selection_launches": measured.selection_launches}
-    peak = _peak(device)
+    bf16 = next(subject.model.parameters()).dtype == torch.bfloat16
+    peak = _peak(device) if bf16 else None
     return row | ({"mfu": flops / seconds / peak} if peak else {})
 
 
@@ -48,6 +57,8 @@ def _peak(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if "PCIe" in name:
+        return None  # slower than its namesakes
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
@@ -65,7 +76,8 @@ def table(made: list[dict]) -> str:
                *((phase, f"{phase}_seconds", "{:.3f}") for phase in PHASES),
                ("tok/s", "tokens_per_second", "{:.0f}"), ("GFLOP/s", "flops_per_second", "G"),
                ("MFU", "mfu", "{:.3f}"), ("speed / dense", "speed_over_dense", "{:.3f}"),
-               ("efficiency", "efficiency", "{:.3f}"), ("launches", "kernel_launches", "{}"),
+               ("efficiency", "efficiency", "{:.3f}"),
+               ("fwd + bwd", "efficiency_forward_backward", "{:.3f}"), ("launches", "kernel_launches", "{}"),
                ("of selection", "selection_launches", "{}"), ("peak GiB", "peak_memory_bytes", "GiB"),
                ("M parameters", "parameters", "M")]
     columns = [c for c in columns if any(c[1] in row for row in made)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from megatron_xmod.config.load import load_config
 from megatron_xmod.config.schema import Config
 from megatron_xmod.errors import UserError
-from megatron_xmod.flops import train_flops_per_token
+from megatron_xmod.flops import model_plan, train_flops_per_token
 from megatron_xmod.model.build import Transformer
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.parallel.loss import cross_entropy
@@ -23,6 +24,7 @@ from megatron_xmod.parallel.mesh import Mesh
 from megatron_xmod.train.optimizer import build_optimizer
 
 MODES = ("soft", "exclusive")
+_VARIANTS = Path(__file__).parents[2] / "examples" / "configs" / "variant"
 
 
 @dataclass
@@ -49,15 +51,20 @@ def variant_config(base: list[str], variant: str, overrides: list[str]) -> Confi
 
     Args:
         base: Configuration files.
-        variant: [mode:]name, a file of examples/configs/variant beside the first base file's folder, or a path.
+        variant: [mode:]name, where the name is that of a file of examples/configs/variant or a path.
         overrides: Command-line overrides, laid over all.
     """
     mode, _, name = variant.rpartition(":")
     if mode and mode not in MODES:
         raise UserError(f"the variant {variant!r} has mode {mode!r}; it is one of {', '.join(MODES)}.")
-    file = name if name.endswith(".yaml") else f"examples/configs/variant/{name}.yaml"
+    file = name if name.endswith(".yaml") else str(_VARIANTS / f"{name}.yaml")
     files = [word for path in (*base, file) for word in ("--config", path)]
-    return load_config([*files, *(["--model.routing.mode", mode] if mode else []), *overrides])
+    config = load_config([*files, *(["--model.routing.mode", mode] if mode else []), *overrides])
+    model = config.model
+    if model.prefix_layers is not None and not model_plan(model).groups:
+        raise UserError(f"the variant {variant!r} has no sparse layer with model.active_layers {model.active_layers} "
+                        f"and model.prefix_layers {model.prefix_layers}: it would be dense. Raise model.active_layers.")
+    return config
 
 
 def xmod_subject(name: str, config: Config, device: torch.device, dtype: torch.dtype) -> Subject:
