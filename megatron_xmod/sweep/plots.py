@@ -38,24 +38,27 @@ def loss_curves(variants: dict[str, list[Curve]]) -> Figure:
 
 def gain_over_sparsity(lines: dict[str, list[tuple[int, float, float | None]]], axis: str) -> Figure:
     """Difference to dense over K, one line each: [(K, difference, standard error)]."""
-    figure, (ax,) = grid_of_axes(1, width=6.4, height=4.2)
-    for name, points in lines.items():
+    figure, (ax,) = grid_of_axes(1, width=8.4, height=4.6)
+    for (name, points), colour in zip(lines.items(), _palette(len(lines)), strict=True):
         K, value, error = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
-        ax.errorbar(K, value, np.nan_to_num(error), marker="o", capsize=2, label=name)
+        ax.errorbar(K, value, np.nan_to_num(error), marker="o", markersize=4, capsize=2, color=colour, label=name)
     ax.axhline(0, color=GREY, linewidth=1)
     log_ticks(ax, np.array([K for points in lines.values() for K, *_ in points], dtype=float))
     ax.set(xlabel="K", ylabel=f"causal loss minus dense at equal {AXIS_NAMES[axis]} (nats)")
-    ax.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
 
 def _colours(variants: dict[str, list[Curve]]) -> dict[str, tuple]:
     """Dense is grey; the others have a colour each."""
     sparse = [name for name, curves in variants.items() if not is_dense(curves[0].run.config)]
-    scale = colormaps["tab10"] if len(sparse) <= 7 else colormaps["turbo"]
-    picked = [scale(i if i < 7 else i + 1) for i in range(len(sparse))] if len(sparse) <= 7 else \
-        [scale(0.05 + 0.9 * i / (len(sparse) - 1)) for i in range(len(sparse))]
-    return {name: (0.35, 0.35, 0.35, 1) for name in variants} | dict(zip(sparse, picked, strict=True))
+    return {name: (0.35, 0.35, 0.35, 1) for name in variants} | dict(zip(sparse, _palette(len(sparse)), strict=True))
+
+
+def _palette(count: int) -> list[tuple]:
+    if count <= 7:  # the eighth of tab10 is the grey of dense
+        return [colormaps["tab10"](i) for i in range(count)]
+    return [colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]
 
 
 def _mean(curves: list[Curve], axis: str, loss: str) -> tuple[np.ndarray, np.ndarray]:

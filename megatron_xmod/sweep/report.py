@@ -22,8 +22,8 @@ _LEGEND = ("Losses are validation losses in nats per token, means over seeds ± 
            "of matrices, C training FLOPs (forward and backward, causal attention, head). Differences are of the "
            "causal loss, ± standard error over the seeds of both, at the shorter end of the two: the longer curve is "
            "interpolated there. Time is that of the training steps alone, per run.")
-_MIDDLE = {"dense": "* The dense loss is read in the middle of its schedule, before its learning rate has come down: "
-                    "that flatters the sparse run. Runs with a `budget` end at the same FLOPs.",
+_MIDDLE = {"dense": "\\* The dense loss is read in the middle of its schedule, before its learning rate has come down: "
+                    "that flatters the sparse run. Runs with a `budget` end at the same FLOPs, but for whole steps.",
            "own": "† The run's own loss is read in the middle of its schedule, which flatters dense."}
 
 
@@ -88,26 +88,19 @@ def _shown(found: Difference | None, notes: set[str]) -> str:
 def _sparsities(report: Report, found: dict[tuple, dict[str, list[Curve]]]) -> None:
     """A picture over K where a line would have at least two points."""
     lines: dict[str, list[tuple[int, float, float | None]]] = defaultdict(list)
-    for (N_act, length, _), variants in found.items():
+    for variants in found.values():
         dense = dense_curves(variants)
         for curves in variants.values():
             model, run = curves[0].run.config.model, curves[0].run
             gain = difference(curves, dense, "flops", "loss_causal") if dense and not is_dense(run.config) else None
             if gain:
-                budget = f", C {run.budget:.3g}" if run.budget else ""
-                line = (f"{_without_K(run.variant, model.routing.K)}: {N_act / 1e6:.4g} M, L {length}, "
-                        f"A {model.routing.A:g}{budget}")
-                lines[line].append((model.routing.K, gain.mean, gain.error))
+                rest = [part for part in run.variant.split("-") if part != f"K={model.routing.K}"]
+                lines["-".join(rest)].append((model.routing.K, gain.mean, gain.error))
     lines = {name: points for name, points in lines.items() if len({K for K, *_ in points}) > 1}
     if lines:
         report.heading("Over K")
         report.picture("over-K", "Below 0 the sparse model is better than dense at the same training FLOPs.",
                        plots.gain_over_sparsity(lines, "flops"))
-
-
-def _without_K(variant: str, K: int) -> str:
-    """The name of the variant without the part that the grid over K gave it."""
-    return variant.split("-")[0] if f"K={K}" in variant.split("-") else variant
 
 
 def _unfinished(report: Report, plan: Plan, pairs: Pairs) -> None:
