@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from megatron_xmod.runtime.files import PendingFile
+from megatron_xmod.runtime.files import write_atomically
 
 BLUE, ORANGE, GREY = "#2a6fbb", "#d1622b", "#888888"
 
@@ -17,13 +17,7 @@ def save(figure: Figure, path: Path) -> None:
     """Writes a PNG whole or not at all. Raises UserError where it can't."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
-    file = PendingFile(path)
-    try:
-        file.write(picture.getvalue())
-        file.seal()
-        file.publish()
-    finally:
-        file.discard()
+    write_atomically(path, picture.getvalue())
 
 
 def grid_of_axes(count: int, width: float = 4.2, height: float = 4.0, columns: int = 3):

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_xmod.data.corpus import BadDocument, find_files, has_json_lines, parse_json_line, read_blocks, read_text
 from megatron_xmod.data.preprocess import progress_bar
 from megatron_xmod.errors import UserError
-from megatron_xmod.runtime.files import PendingFile
+from megatron_xmod.runtime.files import write_atomically
 
 SENTENCE_CHARACTERS = 4096  # consecutive lines are learned from together, so that pieces may hold line ends
 SMALLEST_VOCABULARY = 2 + 256 + 1  # unknown, end of document, bytes, a character
@@ -70,13 +70,7 @@ def train_tokenizer(
         )
     except RuntimeError as error:
         raise _explain(error, vocab_size, texts.bytes) from error
-    file = PendingFile(output)
-    try:
-        file.write(model.getvalue())
-        file.seal()
-        file.publish()
-    finally:
-        file.discard()
+    write_atomically(output, model.getvalue())
     return texts.bytes
 
 

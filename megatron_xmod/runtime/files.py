@@ -10,15 +10,15 @@ from pathlib import Path
 from megatron_xmod.errors import UserError
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a small text file whole: readers see the old one or the new one.
+def write_atomically(path: Path | str, content: str | bytes) -> None:
+    """Writes a small file whole: readers see the old one or the new one.
 
     Raises:
         UserError: it can't be written (the disk is full, say); the old file is then untouched.
     """
     file = PendingFile(path)
     try:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
         file.seal()
         file.publish()
     finally:
