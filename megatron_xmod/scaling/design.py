@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import ceil, floor, log
+from math import log
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -15,13 +14,10 @@ from megatron_xmod.config.schema import Config, DataConfig, ModelConfig
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling.bootstrap import percentile_interval
 from megatron_xmod.scaling.fitted import FittedLaw
+from megatron_xmod.scaling.layouts import EDGE, awkwardness, law_stride, strides_to_try
 from megatron_xmod.scaling.separable import Runs
 
 LEVEL = 0.8  # of all intervals
-# A built A this near to the one asked for passes for it: the paper's A = 4 on 28 layers is 3.8 built.
-_SAME_STRIDE = 0.06
-# Rounding at the ends of the tested ranges.
-_EDGE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -132,14 +128,16 @@ def choose(question: Question, law: FittedLaw) -> Choice:
 
 def _buildable(question: Question, law: FittedLaw) -> list[ModelConfig]:
     """One configuration for each K and number of anchors that can be built within the limits."""
+    low, high = law.domain["A"]
     refused: Counter = Counter()
     models: dict[tuple[int, int], ModelConfig] = {}
     for K in range(2, min(question.seq_length, int(2 * law.domain["K"][1])) + 1):
         if question.seq_length % K:
             continue
-        strides = [question.anchor_stride] if question.anchor_stride else _strides(question.model, K, law)
+        given = question.anchor_stride
+        strides = [given] if given else strides_to_try(question.model, K, low, high)
         if not strides:
-            refused[f"no A from {law.domain['A'][0]:g} to {law.domain['A'][1]:g} is a multiple of 1/K"] += 1
+            refused[f"no A from {low:g} to {high:g} is a multiple of 1/K"] += 1
         for A in strides:
             model = replace(question.model, routing=replace(question.model.routing, K=K, A=A))
             reason = _refusal(question, model)
@@ -148,38 +146,13 @@ def _buildable(question: Question, law: FittedLaw) -> list[ModelConfig]:
                 continue
             # With as many anchors the same layers are only shared out otherwise, which the law does not see.
             layout = K, flops.model_plan(model).dense_layers
-            models[layout] = min(models.get(layout, model), model, key=_awkwardness)
+            models[layout] = min(models.get(layout, model), model, key=awkwardness)
     if not models:
         reasons = "; ".join(f"{reason.rstrip('.')} ({count} of the configurations)"
                             for reason, count in refused.most_common(3))
         raise UserError(f"no K and A can be built for L = {question.seq_length}: "
                         f"{reasons or 'L has no divisor in the range of K'}. Loosen the limits, or change L.")
     return list(models.values())
-
-
-def _strides(model: ModelConfig, K: int, law: FittedLaw) -> list[float]:
-    """Every multiple of 1/K in the tested range of A, up to where one group takes all the depth."""
-    low, high = law.domain["A"]
-    most = min(floor(high * K * (1 + _EDGE)), max(model.active_layers * K, ceil(low * K)))
-    return [n / K for n in range(max(1, ceil(low * K * (1 - _EDGE))), most + 1)]
-
-
-def _built_stride(model: ModelConfig) -> float:
-    """A as built: sparse equivalents over the anchors of the routed depth (eq. 22)."""
-    plan = flops.model_plan(model)
-    return plan.sparse_layers / plan.K / (plan.dense_layers - model.prefix_layers)
-
-
-def _awkwardness(model: ModelConfig) -> tuple[bool, int, float]:
-    """Sorts the A that build the same: near to what is built, then round, then the nearest."""
-    A = Fraction(model.routing.A).limit_denominator(model.routing.K)
-    return _law_stride(model) != model.routing.A, A.denominator, abs(A - _built_stride(model))
-
-
-def _law_stride(model: ModelConfig) -> float:
-    """The A that the law is asked about."""
-    built = _built_stride(model)
-    return model.routing.A if abs(built / model.routing.A - 1) < _SAME_STRIDE else built
 
 
 def _refusal(question: Question, model: ModelConfig) -> str | None:
@@ -202,7 +175,7 @@ def _refusal(question: Question, model: ModelConfig) -> str | None:
 def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tuple[list[Candidate], float]:
     """The candidates by predicted loss, and the share of refits in which dense is best."""
     K = np.array([m.routing.K for m in models], dtype=float)
-    A = np.array([_law_stride(m) for m in models])
+    A = np.array([law_stride(m) for m in models])
     ratio = np.array([_built_ratio(question, m) for m in models])
     x = _variables(question, K, A, ratio)
     delta, draws = law.predict(x), law.predict_draws(x)
@@ -222,7 +195,7 @@ def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tup
 
 def _within(law: FittedLaw, name: str, value: np.ndarray) -> np.ndarray:
     low, high = law.domain[name]
-    return (value >= low * (1 - _EDGE)) & (value <= high * (1 + _EDGE))
+    return (value >= low * (1 - EDGE)) & (value <= high * (1 + EDGE))
 
 
 def _variables(question: Question, K: np.ndarray, A: np.ndarray, ratio: np.ndarray) -> Runs:
