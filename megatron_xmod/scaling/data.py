@@ -63,7 +63,7 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
     # Other settings are no faults of the table, so they are passed over without being named.
     wanted = [i for i, row in enumerate(table.rows) if _is_one(row["k"], 1) and _is_one(row["routing_frequency"], 0.5)]
     table = Table(table.path, [table.rows[i] for i in wanted], [table.lines[i] for i in wanted], table.left_out)
-    table.require_positive(("num_experts", "dense_parameter_count"))
+    table.require_positive(("step", "num_experts", "dense_parameter_count"))
     table.drop_duplicates(("hyper_id", "step"))
     _keep_step(table, step)
     table.require_positive(("loss_validation",))
@@ -76,7 +76,7 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
 def _keep_step(table: Table, step: int | None) -> None:
     chosen: dict[str, int] = {}
     for i, row in enumerate(table.rows):
-        now, run = float(row["step"] or "nan"), row["hyper_id"]
+        now, run = float(row["step"]), row["hyper_id"]
         best = chosen.get(run)
         if (now == step) if step is not None else (best is None or now > float(table.rows[best]["step"])):
             chosen[run] = i

@@ -34,6 +34,7 @@ from megatron_xmod.scaling.stages import two_stage
 from megatron_xmod.scaling.studies import LEVEL, Options, parameter_table
 
 FORMS: dict[str, Form] = {form.name: form for form in (XMOD, BASE, *RIVALS)}
+_OUTSIDE_BY = ("N_act", "L", "K", "A", "C")
 
 
 def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fixed: dict[str, float] | None = None,
@@ -47,10 +48,7 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
         outside: Values (variable, value) whose runs are kept out of the fit and predicted by it.
     """
     fixed = fixed or {}
-    unknown = set(fixed) - {e.name for e in form.exponents}
-    if unknown:
-        raise UserError(f"--fix {', '.join(sorted(unknown))}: the law {form.name} has the exponents "
-                        f"{', '.join(e.name for e in form.exponents)}.")
+    _require_fixed(form, fixed)
     everything = read_xmod(path)
     kept_out = _matches(everything, outside or [])
     sweep = everything.select(~kept_out)
@@ -91,6 +89,16 @@ def _problem(sweep: Sweep, form: Form, loss: str, log: bool) -> Problem:
     return Problem(form, sweep.x, sweep.loss, sweep.x["dense_loss"], log, loss)
 
 
+def _require_fixed(form: Form, fixed: dict[str, float]) -> None:
+    exponents = {e.name: e for e in form.exponents}
+    for name, value in fixed.items():
+        if name not in exponents:
+            raise UserError(f"--fix {name}: the law {form.name} has the exponents {', '.join(exponents) or 'none'}.")
+        low, high = exponents[name].low, exponents[name].high
+        if not low <= value <= high:
+            raise UserError(f"--fix {name}={value:g} is out of range: {name} must be from {low:g} to {high:g}.")
+
+
 def _without_strides(sweep: Sweep) -> Sweep:
     """The runs with A = 1, which the law without A can describe; the others are named as left out."""
     kept = sweep.x["A"] == 1
@@ -115,6 +123,9 @@ def _require_spread(problem: Problem, fixed: dict[str, float]) -> None:
 def _matches(sweep: Sweep, outside: list[tuple[str, float]]) -> np.ndarray:
     mask = np.zeros(len(sweep.loss), dtype=bool)
     for name, value in outside:
+        if name not in _OUTSIDE_BY:
+            raise UserError(f"--hold-out {name}={value:g}: runs are kept out by {', '.join(_OUTSIDE_BY)}, not by "
+                            f"{name!r}.")
         found = np.isclose(sweep.x[name], value, rtol=1e-6)
         if not found.any():
             raise UserError(f"--hold-out {name}={value:g} matches no run; {name} takes the values "

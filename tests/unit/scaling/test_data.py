@@ -103,3 +103,12 @@ def test_routed_takes_each_runs_last_step(tmp_path):
     assert list(found) == ["Hash"] and found["Hash"].loss.tolist() == [2.9, 2.8]
     assert found["Hash"].left_out == ["line 7: loss_validation is nan; it must be a positive number"]
     assert read_routed(tmp_path / "routed.csv.gz", step=10)["Hash"].loss.tolist() == [3.0, 3.1]
+
+
+def test_routed_rows_without_a_step_are_left_out(tmp_path):
+    header = "hyper_id,step,loss_validation,num_experts,k,router_type,routing_frequency,dense_parameter_count"
+    lines = [header, "0,20,2.9,1,1,Dense,0.5,1e8", "1,,2.7,8,1,Hash,0.5,1e8", "1,last,2.7,8,1,Hash,0.5,1e8",
+             "1,20,2.8,8,1,Hash,0.5,1e8"]
+    found = read_routed(write(tmp_path, lines, "routed.csv.gz"))["Hash"]
+    assert found.loss.tolist() == [2.9, 2.8]
+    assert found.left_out == ["line 3: step is empty", "line 4: step is 'last', not a number"]

@@ -127,6 +127,9 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (("--fix", "eta_Q=1"), "has the exponents eta_N"),
+    (("--fix", "rho_A=0"), "--fix rho_A=0 is out of range: rho_A must be from 0.001 to 5"),
+    (("--fix", "rho_A=nan"), "--fix rho_A=nan is out of range"),
+    (("--hold-out", "foo=3"), "runs are kept out by N_act, L, K, A, C, not by 'foo'"),
     (("--fix", "eta_N"), "must be NAME=VALUE"),
     (("--hold-out", "L=7"), "matches no run; L takes the values 2048"),
     (("--bootstrap", "-1"), "--bootstrap is -1"),
