@@ -94,9 +94,26 @@ def read_law(path: str | Path) -> FittedLaw:
                            for key in ("domain", "stride_domain"))
         draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
         law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws)
+        kappa_known = form is not GAIN_BY_COMPUTE or _kappa_is_known(law, saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
                         f"{', '.join(_FORMS)}: {error!r} is missing or wrong.") from error
+    if not kappa_known:
+        raise UserError(f"--law {path}: its runs do not tell how the gain grows with compute (kappa = "
+                        f"{params['kappa']:g}, at the end of the search or with an interval that reaches it). Fit the "
+                        "law xmod, add runs at other C, or hold kappa with --fix kappa=VALUE.")
     if not draws:
         raise UserError(f"--law {path} has no bootstrap draws; fit it again with --bootstrap above 0.")
     return law
+
+
+def _kappa_is_known(law: FittedLaw, saved: dict) -> bool:
+    """Whether kappa was held, or neither it nor its profile nor its refits reach the ends of the search."""
+    if "kappa" in (saved.get("fixed") or {}):
+        return True
+    exponent = next(e for e in law.form.exponents if e.name == "kappa")
+    profile = (saved.get("profiles") or {}).get("kappa") or {}
+    values = [law.params["kappa"], *(profile[end] for end in ("from", "to") if end in profile)]
+    if law.draws:
+        values += np.percentile([draw["kappa"] for draw in law.draws], [2.5, 97.5]).tolist()
+    return exponent.low + 1e-3 < min(values) and max(values) < exponent.high - 1e-3
