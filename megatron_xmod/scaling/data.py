@@ -119,11 +119,12 @@ def read_xmod(path: str | Path) -> Sweep:
     table.require_positive(("N_act", "L", "K", "C", "loss"))
     table.drop_duplicates([name for name in _SAME_RUN if name in columns])
     dense, table = _split(table)
+    tokens = [np.nan if _wrong_number(row.get("tokens")) else float(row["tokens"]) for row in dense.rows]
     curves = DenseCurves(*(dense.numbers(name) for name in ("N_act", "L", "C", "loss")),
-                         [row.get("run", "") for row in dense.rows])
+                         [row.get("run", "") for row in dense.rows], np.array(tokens))
     table.require_positive(("A", "ratio" if "ratio" in columns else "N"))
     _add_references(table, curves)
-    _add_dense_tokens(table, dense)
+    _add_dense_tokens(table, curves)
     if not table.rows:
         raise UserError(f"{path} has no sparse run that can be used: " + "; ".join(table.left_out[:5]))
     return _sweep(table)
@@ -138,14 +139,12 @@ def _split(table: Table) -> tuple[Table, Table]:
     return parts[0], parts[1]
 
 
-def _add_dense_tokens(table: Table, dense: Table) -> None:
-    """Fills dense_tokens where it is empty: a dense run's tokens grow in proportion to its FLOPs."""
-    per_flop = {(float(row["N_act"]), float(row["L"])): float(row["tokens"]) / float(row["C"])
-                for row in dense.rows if not _wrong_number(row.get("tokens"))}
+def _add_dense_tokens(table: Table, curves: DenseCurves) -> None:
+    """Fills dense_tokens where it is empty."""
     for row in table.rows:
-        rate = per_flop.get((float(row["N_act"]), float(row["L"])))
-        if rate is not None and not (row.get("dense_tokens") or "").strip():
-            row["dense_tokens"] = repr(rate * float(row["C"]))
+        tokens = curves.tokens_at(float(row["N_act"]), float(row["L"]), float(row["C"]))
+        if tokens is not None and not (row.get("dense_tokens") or "").strip():
+            row["dense_tokens"] = repr(tokens)
 
 
 def _add_references(table: Table, curves: DenseCurves) -> None:

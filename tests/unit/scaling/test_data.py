@@ -56,6 +56,13 @@ def test_tokens_of_the_dense_reference_follow_its_flops(tmp_path):
     assert (sweep.x["D_sparse"][0], sweep.x["D_dense"][0]) == pytest.approx((5e9, 4e9))
 
 
+def test_loss_and_tokens_of_the_dense_reference_are_matched_alike(tmp_path):
+    lines = ["N_act,ratio,L,K,A,C,loss,tokens", "1e8,1,2048,1,1,1e18,3.4,2e9", "1e8,1,2048,1,1,4e18,3.0,8e9",
+             "1.005e8,3,2048,4,1,2e18,3.1,5e9"]
+    sweep = read_xmod(write(tmp_path, lines))
+    assert sweep.x["D_dense"][0] == pytest.approx(4e9) and sweep.x["dense_loss"][0] == pytest.approx(np.sqrt(3.4 * 3))
+
+
 def test_dense_curves_follow_a_power_law_and_average_runs():
     C = np.geomspace(1e17, 1e19, 9)
     one = np.ones(18)

@@ -3,7 +3,7 @@ import pytest
 from scipy.optimize import minimize, nnls
 
 from megatron_xmod.errors import UserError
-from megatron_xmod.scaling import study_xmod
+from megatron_xmod.scaling import profile, study_xmod
 from megatron_xmod.scaling.bootstrap import bootstrap, intervals
 from megatron_xmod.scaling.fit import Fit, Problem, fit, refit
 from megatron_xmod.scaling.judge import fit_scores, joint, leave_groups_out, regrets, scores
@@ -80,6 +80,14 @@ def test_a_profile_ends_where_the_squared_error_has_risen_by_the_f_quantile(nois
         held = fit(noisy.problem, starts=16, fixed={"rho_L": end})
         assert held.params["rho_L"] == end
         assert held.objective / noisy.objective - 1 == pytest.approx(3.937 / 99, rel=0.02)
+
+
+def test_a_profile_whose_refits_disagree_ends_at_the_bracket(noisy, monkeypatch):
+    rises = iter([10.0])
+    monkeypatch.setattr(profile, "refit", lambda start, fixed: Fit(
+        noisy.problem, noisy.params, noisy.objective * next(rises, 1.0), fixed))
+    end, at_bound = profile._end(noisy, "rho_L", 0.95, 5.0, 1)
+    assert end == pytest.approx(1.05 * noisy.params["rho_L"]) and not at_bound
 
 
 def test_intervals_cover_about_as_often_as_they_say():
