@@ -103,6 +103,7 @@ def describe(question, law, choice, notes: Sequence[str] = ()) -> dict[str, Any]
         "continuous_A": choice.stride,
         "inside_data": choice.inside,
         "law_rmse": law.rmse,
+        "intervals_from": law.draws_from,
         **(_costs(question, best) if best else {}),
         "near_ties": [asdict(c) for c in choice.near_ties],
         "candidates": [asdict(c) for c in choice.candidates],

@@ -22,16 +22,18 @@ class Sweep:
         loss: Validation loss, nats per token [n].
         clusters: What shares its errors, for the bootstrap [n].
         left_out: Rows not used, each with its line and reason.
+        names: What people call each row [n].
     """
 
     x: Runs
     loss: np.ndarray
     clusters: np.ndarray
     left_out: list[str]
+    names: np.ndarray
 
     def select(self, mask: np.ndarray) -> Sweep:
         return Sweep({name: v[mask] for name, v in self.x.items()}, self.loss[mask], self.clusters[mask],
-                     self.left_out)
+                     self.left_out, self.names[mask])
 
 
 def read_chinchilla(path: str | Path, drop_highest: int) -> Sweep:
@@ -48,7 +50,8 @@ def read_chinchilla(path: str | Path, drop_highest: int) -> Sweep:
     highest = np.argsort(losses, kind="stable")[len(losses) - min(drop_highest, len(losses)):]
     table.drop({int(i): f"its loss {losses[i]:.3f} is among the {drop_highest} highest" for i in sorted(highest)})
     N, C = table.numbers("Model Size"), table.numbers("Training FLOP")
-    return Sweep({"N": N, "D": C / (6 * N), "C": C}, table.numbers("loss"), np.array(table.lines), table.left_out)
+    lines = np.array(table.lines)
+    return Sweep({"N": N, "D": C / (6 * N), "C": C}, table.numbers("loss"), lines, table.left_out, lines)
 
 
 def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
@@ -88,7 +91,8 @@ def _one_router(table: Table, router: str) -> Sweep:
     mine = [i for i, row in enumerate(table.rows) if row["router_type"] in (router, "Dense")]
     part = Table(table.path, [table.rows[i] for i in mine], [table.lines[i] for i in mine], table.left_out)
     x = {"N": part.numbers("dense_parameter_count"), "experts": part.numbers("num_experts")}
-    return Sweep(x, part.numbers("loss_validation"), np.array([row["hyper_id"] for row in part.rows]), part.left_out)
+    runs = np.array([row["hyper_id"] for row in part.rows])
+    return Sweep(x, part.numbers("loss_validation"), runs, part.left_out, runs)
 
 
 def _is_one(text: str, value: float) -> bool:
@@ -109,7 +113,8 @@ def read_xmod(path: str | Path) -> Sweep:
     `ratio` (N/N_act). Rows with K = 1 are dense: points of the validation curves from which the dense loss at each
     sparse run's C is read, by N_act and L; their A and N do not matter. A column `dense_loss` makes curves needless.
     Optional: tokens (seen at C), dense_tokens (that the dense reference has seen at C, else taken from the dense rows'
-    tokens), run (its rows share one bootstrap cluster), seed, status (failed runs are left out).
+    tokens), run (its name), group (what shares its errors and is drawn together by the bootstrap; without it all rows
+    of a configuration, whatever their seed and C), seed, status (failed runs are left out).
     """
     table = read_table(path, _XMOD)
     columns = set(table.rows[0]) if table.rows else set()
@@ -175,5 +180,12 @@ def _sweep(table: Table) -> Sweep:
     for theirs, name in (("tokens", "D_sparse"), ("dense_tokens", "D_dense")):
         if not any(_wrong_number(row.get(theirs)) for row in table.rows):
             x[name] = table.numbers(theirs)
-    clusters = [row.get("run") or f"line {line}" for row, line in zip(table.rows, table.lines, strict=True)]
-    return Sweep(x, table.numbers("loss"), np.array(clusters), table.left_out)
+    names = [row.get("run") or f"line {line}" for row, line in zip(table.rows, table.lines, strict=True)]
+    clusters = [(row.get("group") or "").strip() or _configuration(row) for row in table.rows]
+    return Sweep(x, table.numbers("loss"), np.array(clusters), table.left_out, np.array(names))
+
+
+def _configuration(row: dict[str, str]) -> str:
+    """What the seeds, and the points along a run, have in common."""
+    return ", ".join(f"{name} = {float(row[name]):.6g}" for name in ("N_act", "L", "K", "A", "ratio", "N")
+                     if not _wrong_number(row.get(name)))

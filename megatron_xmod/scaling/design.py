@@ -267,6 +267,7 @@ def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: C
     if "C" not in law.form.variables:
         notes.append("The law has no C in it: K and A do not depend on --compute, which only sets the tokens. Whether "
                      "the gain holds at another budget than that of its runs is not known.")
+    notes.append(f"The interval and P(best) come from {len(law.draws)} {law.draws_from}.")
     if best is None:
         notes.append("No tested configuration promises less loss than the dense model: train dense.")
     elif law.params.get("z", 0.0) > 0 and question.anchor_stride is None and best.A >= law.domain["A"][1]:

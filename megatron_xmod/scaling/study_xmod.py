@@ -97,7 +97,7 @@ def _without_strides(sweep: Sweep) -> Sweep:
     kept = sweep.x["A"] == 1
     others = sweep.select(~kept)
     named = [f"{run}: A is {a:g}, and the law base is for A = 1" for run, a in
-             zip(others.clusters, others.x["A"], strict=True)]
+             zip(others.names, others.x["A"], strict=True)]
     return replace(sweep.select(kept), left_out=sweep.left_out + named)
 
 

@@ -32,7 +32,7 @@ def test_bad_rows_are_named_and_left_out(tmp_path):
              "i,1e8,,2048,8,1,2e18,3.1,ok",
              "j,1e8,2e8,2048,8,1,2e18,-3,ok"]
     sweep = read_xmod(write(tmp_path, lines))
-    assert sweep.loss.tolist() == [3.1] and sweep.x["ratio"].tolist() == [2.0] and sweep.clusters.tolist() == ["a"]
+    assert sweep.loss.tolist() == [3.1] and sweep.x["ratio"].tolist() == [2.0] and sweep.names.tolist() == ["a"]
     reasons = {int(r.split(":")[0].removeprefix("line ")): r for r in sweep.left_out}
     assert sorted(reasons) == list(range(5, 14))
     for line, words in {5: "loss is nan", 6: "K is 'eight', not a number", 7: "duplicate of line 4",
@@ -119,3 +119,16 @@ def test_routed_rows_without_a_step_are_left_out(tmp_path):
     found = read_routed(write(tmp_path, lines, "routed.csv.gz"))["Hash"]
     assert found.loss.tolist() == [2.9, 2.8]
     assert found.left_out == ["line 3: step is empty", "line 4: step is 'last', not a number"]
+
+
+def test_the_bootstrap_draws_groups_or_configurations(tmp_path):
+    header = "run,group,seed,N_act,ratio,L,K,A,C,loss,dense_loss"
+    lines = ["a,{},0,1e8,2,2048,4,1,2e18,3.1,3.2", "b,{},1,1e8,2,2048,4,1,2e18,3.1,3.2",
+             "b,{},1,1e8,2,2048,4,1,1e18,3.1,3.2", "c,{},0,1e8,2,2048,8,1,2e18,3.1,3.2"]
+
+    def clusters(*groups):
+        rows = [line.format(group) for line, group in zip(lines, groups, strict=True)]
+        return np.unique(read_xmod(write(tmp_path, [header, *rows])).clusters, return_inverse=True)[1].tolist()
+
+    assert clusters("", "", "", "") == [0, 0, 0, 1]
+    assert clusters("x", "y", "y", "x") == [0, 1, 1, 0]

@@ -157,6 +157,7 @@ def test_a_law_from_a_file(ask, tmp_path):
     path.write_text(json.dumps(law))
     answer = ask("--law", str(path), "--ratio", "layers")
     assert answer["A"] == 1 and answer["continuous_K"] > 1.3 * OPTIMA[32768] and "table9_misfit" not in answer
+    assert answer["intervals_from"] == "bootstrap refits to its runs"
     for text, words in (("{", "not JSON"), ('{"law": "xmod"}', "not a law saved by"), ("[]", "not a law saved by")):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
@@ -177,6 +178,12 @@ def test_an_odd_length_has_few_sparsities(ask):
     assert {row["K"] for row in ask(length=3 * 1024)["candidates"]} == {2, 3, 4, 6, 8, 12, 16, 24, 32, 48}
     with pytest.raises(UserError, match="L has no divisor"):
         ask(length=4099)
+
+
+def test_it_says_where_its_intervals_come_from(ask):
+    answer = ask(*LAYERS)
+    assert "simulated" in answer["intervals_from"] and "started at the published" in answer["intervals_from"]
+    assert any(note.startswith("The interval and P(best) come from 200 refits") for note in answer["notes"])
 
 
 def test_the_published_laws_draws_scatter_about_it():
