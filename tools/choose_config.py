@@ -103,6 +103,7 @@ def describe(question, law, choice, notes: Sequence[str] = ()) -> dict[str, Any]
         "continuous_A": choice.stride,
         "inside_data": choice.inside,
         "law_rmse": law.rmse,
+        "intervals_from": law.draws_from,
         **(_costs(question, best) if best else {}),
         "near_ties": [asdict(c) for c in choice.near_ties],
         "candidates": [asdict(c) for c in choice.candidates],
@@ -137,14 +138,7 @@ def report(answer: dict[str, Any]) -> str:
     """The answer for people."""
     lines = [f"law: {answer['law']}", ""]
     lines += _headline(answer) + ["", _HEADER]
-    ties = {(tie["K"], tie["A"]) for tie in answer["near_ties"]}
-    shown = 0
-    for row in answer["candidates"]:
-        shown += row["tested"]
-        if row["tested"] and shown <= 12 or not row["tested"] and row["delta"] < answer["delta"]:
-            mark = "best" if (row["K"], row["A"]) == (answer["K"], answer["A"]) else \
-                "near-tie" if (row["K"], row["A"]) in ties else "" if row["tested"] else "not tested"
-            lines.append(_line(row, mark))
+    lines += [_line(row, mark) for row, mark in _shown(answer)]
     lines.append(f"{len(answer['candidates'])} can be built. Delta: predicted loss against dense, nats, 80 % interval; "
                  "P(best): share of the law's refits; both take the law's form for right.")
     lines += [f"Near-ties: within the scatter of single runs about the law, {answer['law_rmse']:.4f}.", ""]
@@ -155,6 +149,25 @@ def report(answer: dict[str, Any]) -> str:
         lines.append("! Outside its sweeps the law has promised too much. Table 9 (165M width, 52 active layers, A 1), "
                      f"measured: {rows}.")
     return "\n".join(lines)
+
+
+def _shown(answer: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The rows to print, each with its mark: the best 12 of those judged, the best and its near-ties always, and some
+    that promise more outside the tested range."""
+    names = {(row["K"], row["A"]): "near-tie" for row in answer["near_ties"]} | {(answer["K"], answer["A"]): "best"}
+    first = answer["candidates"][0]
+    judged, beyond = [], []
+    for row in answer["candidates"]:
+        mark = [names.get((row["K"], row["A"]), "")]
+        mark += [f"{name} not tested" for name in ("K", "A") if not row[f"{name}_tested"]]
+        mark += [f"A built: {row['law_A']:.3g}"] if row["law_A"] != row["A"] else []
+        line = row, ", ".join(filter(None, mark))
+        if all(row[key] == first[key] for key in ("K_tested", "A_tested")):
+            if len(judged) < 12 or mark[0]:
+                judged.append(line)
+        elif row["delta"] < answer["delta"]:
+            beyond.append(line)
+    return judged + beyond[:6]
 
 
 _HEADER = f"{'K':>4} {'A':>5} {'delta':>8}  {'interval':>18} {'P(best)':>8} {'N/N_act':>8} {'layers':>7} {'N':>9} " \
@@ -190,14 +203,16 @@ def draw(question, law, choice, path: Path) -> None:
     from megatron_xmod.plotting import save
     from megatron_xmod.scaling import design, plots
 
+    best = (choice.best.K, choice.best.A) if choice.best else None
     found = {(c.K, c.A): c.delta for c in choice.candidates}
-    K, A = sorted({k for k, _ in found}), sorted({a for _, a in found})
+    K, every = sorted({k for k, _ in found}), sorted({a for _, a in found})
+    # Few enough A to read their rows.
+    A = [a for a in every if a in (0.5, round(a)) or (best and a == best[1])] if len(every) > 12 else every
     delta = np.array([[found.get((k, a), np.nan) for k in K] for a in A])
     at = np.geomspace(1, 1.5 * max(K), 120)
     value, draws = design.curve(question, law, at, choice.stride)
     low, high = np.percentile(draws, [50 * (1 - design.LEVEL), 50 * (1 + design.LEVEL)], axis=0)
-    built = [(k, found[k, choice.stride]) for k in K if (k, choice.stride) in found]
-    best = (choice.best.K, choice.best.A) if choice.best else None
+    built = [(c.K, c.delta) for c in choice.candidates if c.law_A == choice.stride]
     save(plots.choice(K, A, delta, best, (at, value, low, high), choice.stride, law.domain["K"],
                       tuple(np.array(built).T)), path)
 

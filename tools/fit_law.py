@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from megatron_xmod.errors import UserError
 from megatron_xmod.runtime.entry import run
@@ -61,11 +63,20 @@ def main(argv: list[str]) -> None:
                                         dict(map(_assignment, args.fix)), list(map(_assignment, args.hold_out)))
     notes = []
     if args.json:
-        write_atomically(args.json, json.dumps(saved, indent=1) + "\n")
+        write_atomically(args.json, json.dumps(_plain(saved), indent=1, allow_nan=False) + "\n")
         notes.append(f"saved: {args.json}")
     if args.report:
         notes.append(f"report: {report.write(args.report)}")
     print("\n\n".join([str(report), *notes]))
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is no finite number, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _assignment(text: str) -> tuple[str, float]:

@@ -22,16 +22,18 @@ class Sweep:
         loss: Validation loss, nats per token [n].
         clusters: What shares its errors, for the bootstrap [n].
         left_out: Rows not used, each with its line and reason.
+        names: What people call each row [n].
     """
 
     x: Runs
     loss: np.ndarray
     clusters: np.ndarray
     left_out: list[str]
+    names: np.ndarray
 
     def select(self, mask: np.ndarray) -> Sweep:
         return Sweep({name: v[mask] for name, v in self.x.items()}, self.loss[mask], self.clusters[mask],
-                     self.left_out)
+                     self.left_out, self.names[mask])
 
 
 def read_chinchilla(path: str | Path, drop_highest: int) -> Sweep:
@@ -48,7 +50,8 @@ def read_chinchilla(path: str | Path, drop_highest: int) -> Sweep:
     highest = np.argsort(losses, kind="stable")[len(losses) - min(drop_highest, len(losses)):]
     table.drop({int(i): f"its loss {losses[i]:.3f} is among the {drop_highest} highest" for i in sorted(highest)})
     N, C = table.numbers("Model Size"), table.numbers("Training FLOP")
-    return Sweep({"N": N, "D": C / (6 * N), "C": C}, table.numbers("loss"), np.array(table.lines), table.left_out)
+    lines = np.array(table.lines)
+    return Sweep({"N": N, "D": C / (6 * N), "C": C}, table.numbers("loss"), lines, table.left_out, lines)
 
 
 def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
@@ -63,7 +66,7 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
     # Other settings are no faults of the table, so they are passed over without being named.
     wanted = [i for i, row in enumerate(table.rows) if _is_one(row["k"], 1) and _is_one(row["routing_frequency"], 0.5)]
     table = Table(table.path, [table.rows[i] for i in wanted], [table.lines[i] for i in wanted], table.left_out)
-    table.require_positive(("num_experts", "dense_parameter_count"))
+    table.require_positive(("step", "num_experts", "dense_parameter_count"))
     table.drop_duplicates(("hyper_id", "step"))
     _keep_step(table, step)
     table.require_positive(("loss_validation",))
@@ -76,7 +79,7 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
 def _keep_step(table: Table, step: int | None) -> None:
     chosen: dict[str, int] = {}
     for i, row in enumerate(table.rows):
-        now, run = float(row["step"] or "nan"), row["hyper_id"]
+        now, run = float(row["step"]), row["hyper_id"]
         best = chosen.get(run)
         if (now == step) if step is not None else (best is None or now > float(table.rows[best]["step"])):
             chosen[run] = i
@@ -88,7 +91,8 @@ def _one_router(table: Table, router: str) -> Sweep:
     mine = [i for i, row in enumerate(table.rows) if row["router_type"] in (router, "Dense")]
     part = Table(table.path, [table.rows[i] for i in mine], [table.lines[i] for i in mine], table.left_out)
     x = {"N": part.numbers("dense_parameter_count"), "experts": part.numbers("num_experts")}
-    return Sweep(x, part.numbers("loss_validation"), np.array([row["hyper_id"] for row in part.rows]), part.left_out)
+    runs = np.array([row["hyper_id"] for row in part.rows])
+    return Sweep(x, part.numbers("loss_validation"), runs, part.left_out, runs)
 
 
 def _is_one(text: str, value: float) -> bool:
@@ -109,7 +113,8 @@ def read_xmod(path: str | Path) -> Sweep:
     `ratio` (N/N_act). Rows with K = 1 are dense: points of the validation curves from which the dense loss at each
     sparse run's C is read, by N_act and L; their A and N do not matter. A column `dense_loss` makes curves needless.
     Optional: tokens (seen at C), dense_tokens (that the dense reference has seen at C, else taken from the dense rows'
-    tokens), run (its rows share one bootstrap cluster), seed, status (failed runs are left out).
+    tokens), run (its name), group (what shares its errors and is drawn together by the bootstrap; without it all rows
+    of a configuration, whatever their seed and C), seed, status (failed runs are left out).
     """
     table = read_table(path, _XMOD)
     columns = set(table.rows[0]) if table.rows else set()
@@ -119,11 +124,12 @@ def read_xmod(path: str | Path) -> Sweep:
     table.require_positive(("N_act", "L", "K", "C", "loss"))
     table.drop_duplicates([name for name in _SAME_RUN if name in columns])
     dense, table = _split(table)
+    tokens = [np.nan if _wrong_number(row.get("tokens")) else float(row["tokens"]) for row in dense.rows]
     curves = DenseCurves(*(dense.numbers(name) for name in ("N_act", "L", "C", "loss")),
-                         [row.get("run", "") for row in dense.rows])
+                         [row.get("run", "") for row in dense.rows], np.array(tokens))
     table.require_positive(("A", "ratio" if "ratio" in columns else "N"))
     _add_references(table, curves)
-    _add_dense_tokens(table, dense)
+    _add_dense_tokens(table, curves)
     if not table.rows:
         raise UserError(f"{path} has no sparse run that can be used: " + "; ".join(table.left_out[:5]))
     return _sweep(table)
@@ -138,14 +144,12 @@ def _split(table: Table) -> tuple[Table, Table]:
     return parts[0], parts[1]
 
 
-def _add_dense_tokens(table: Table, dense: Table) -> None:
-    """Fills dense_tokens where it is empty: a dense run's tokens grow in proportion to its FLOPs."""
-    per_flop = {(float(row["N_act"]), float(row["L"])): float(row["tokens"]) / float(row["C"])
-                for row in dense.rows if not _wrong_number(row.get("tokens"))}
+def _add_dense_tokens(table: Table, curves: DenseCurves) -> None:
+    """Fills dense_tokens where it is empty."""
     for row in table.rows:
-        rate = per_flop.get((float(row["N_act"]), float(row["L"])))
-        if rate is not None and not (row.get("dense_tokens") or "").strip():
-            row["dense_tokens"] = repr(rate * float(row["C"]))
+        tokens = curves.tokens_at(float(row["N_act"]), float(row["L"]), float(row["C"]))
+        if tokens is not None and not (row.get("dense_tokens") or "").strip():
+            row["dense_tokens"] = repr(tokens)
 
 
 def _add_references(table: Table, curves: DenseCurves) -> None:
@@ -176,5 +180,12 @@ def _sweep(table: Table) -> Sweep:
     for theirs, name in (("tokens", "D_sparse"), ("dense_tokens", "D_dense")):
         if not any(_wrong_number(row.get(theirs)) for row in table.rows):
             x[name] = table.numbers(theirs)
-    clusters = [row.get("run") or f"line {line}" for row, line in zip(table.rows, table.lines, strict=True)]
-    return Sweep(x, table.numbers("loss"), np.array(clusters), table.left_out)
+    names = [row.get("run") or f"line {line}" for row, line in zip(table.rows, table.lines, strict=True)]
+    clusters = [(row.get("group") or "").strip() or _configuration(row) for row in table.rows]
+    return Sweep(x, table.numbers("loss"), np.array(clusters), table.left_out, np.array(names))
+
+
+def _configuration(row: dict[str, str]) -> str:
+    """What the seeds, and the points along a run, have in common."""
+    return ", ".join(f"{name} = {float(row[name]):.6g}" for name in ("N_act", "L", "K", "A", "ratio", "N")
+                     if not _wrong_number(row.get(name)))

@@ -14,10 +14,10 @@ from megatron_xmod.config.schema import Config, DataConfig, ModelConfig
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling.bootstrap import percentile_interval
 from megatron_xmod.scaling.fitted import FittedLaw
+from megatron_xmod.scaling.layouts import EDGE, awkwardness, law_stride, strides_to_try
 from megatron_xmod.scaling.separable import Runs
 
 LEVEL = 0.8  # of all intervals
-_STRIDES = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,27 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that can be built. `delta`: predicted loss against dense, nats; `p_best`: share of the law's
-    bootstrap refits in which it is the best; `tested`: K and A lie in the range of the law's data."""
+    """A configuration that can be built. `A`: as configured; `law_A`: as the law is asked, which is what is built where
+    that differs; `delta`: predicted loss against dense, nats; `p_best`: share of the law's bootstrap refits in which it
+    is the best; `K_tested`, `A_tested`: K or A lies in the range of the law's data."""
 
     K: int
     A: float
+    law_A: float
     ratio: float
     delta: float
     interval: tuple[float, float]
     p_best: float
-    tested: bool
+    K_tested: bool
+    A_tested: bool
     layers: int
     total_params: int
     flops_ratio: float
+
+    @property
+    def untested(self) -> tuple[int, bool]:
+        """Sorts by how many of K and A are outside the law's data, A before K."""
+        return (not self.K_tested) + (not self.A_tested), not self.K_tested
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class Choice:
     """The answer.
 
     Attributes:
-        best: None where nothing that is tested promises less loss than dense.
+        best: None where nothing within the tested range promises less loss than dense. Where the range of A can't be
+            kept to, that of K still is, and the other way round.
         near_ties: Candidates that the law's own scatter can't tell from the best.
         candidates: All that can be built within the limits, by predicted loss, those outside the tested range last.
         continuous: K and delta of the optimum over real K at the best (or given) A, limits ignored; None where the law
@@ -104,11 +113,11 @@ def choose(question: Question, law: FittedLaw) -> Choice:
     """
     models = _buildable(question, law)
     candidates, p_dense = _judge(question, law, models)
-    usable = [c for c in candidates if c.tested == candidates[0].tested]
+    usable = [c for c in candidates if c.untested == candidates[0].untested]
     best = usable[0] if usable[0].delta < 0 else None
     level = best.delta if best else 0.0
     ties = [c for c in usable if c is not best and c.delta - level <= law.rmse]
-    stride = question.anchor_stride or usable[0].A
+    stride = usable[0].law_A
     optimum = continuous_optimum(question, law, stride)
     notes, inside = _doubts(question, law, best, usable[0])
     if optimum is None:
@@ -118,32 +127,40 @@ def choose(question: Question, law: FittedLaw) -> Choice:
 
 
 def _buildable(question: Question, law: FittedLaw) -> list[ModelConfig]:
+    """One configuration for each K and number of anchors that can be built within the limits."""
     low, high = law.domain["A"]
-    strides = [question.anchor_stride] if question.anchor_stride else [a for a in _STRIDES if low <= a <= high]
     refused: Counter = Counter()
-    models = []
+    models: dict[tuple[int, int], ModelConfig] = {}
     for K in range(2, min(question.seq_length, int(2 * law.domain["K"][1])) + 1):
         if question.seq_length % K:
             continue
+        given = question.anchor_stride
+        strides = [given] if given else strides_to_try(question.model, K, low, high)
+        if not strides:
+            refused[f"no A from {low:g} to {high:g} is a multiple of 1/K"] += 1
         for A in strides:
             model = replace(question.model, routing=replace(question.model.routing, K=K, A=A))
             reason = _refusal(question, model)
             if reason:
                 refused[reason] += 1
-            else:
-                models.append(model)
+                continue
+            # With as many anchors the same layers are only shared out otherwise, which the law does not see.
+            layout = K, flops.model_plan(model).dense_layers
+            models[layout] = min(models.get(layout, model), model, key=awkwardness)
     if not models:
-        reasons = "; ".join(f"{reason} ({count} configurations)" for reason, count in refused.items())
+        reasons = "; ".join(f"{reason.rstrip('.')} ({count} of the configurations)"
+                            for reason, count in refused.most_common(3))
         raise UserError(f"no K and A can be built for L = {question.seq_length}: "
                         f"{reasons or 'L has no divisor in the range of K'}. Loosen the limits, or change L.")
-    return models
+    return list(models.values())
 
 
 def _refusal(question: Question, model: ModelConfig) -> str | None:
     try:
         plan = flops.model_plan(model)
-    except UserError:
-        return "the active depth can't be cut into groups of A*K sparse layers"
+    except UserError as error:
+        # A given A is the asker's to mend; one that the search tried is not.
+        return str(error) if question.anchor_stride else "the active depth can't be cut into groups of A*K layers"
     if not plan.sparse_layers:
         return "no sparse layers are left"
     if question.max_layers and plan.layers > question.max_layers:
@@ -158,25 +175,27 @@ def _refusal(question: Question, model: ModelConfig) -> str | None:
 def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tuple[list[Candidate], float]:
     """The candidates by predicted loss, and the share of refits in which dense is best."""
     K = np.array([m.routing.K for m in models], dtype=float)
-    A = np.array([m.routing.A for m in models])
+    A = np.array([law_stride(m) for m in models])
     ratio = np.array([_built_ratio(question, m) for m in models])
     x = _variables(question, K, A, ratio)
     delta, draws = law.predict(x), law.predict_draws(x)
-    tested = _within(law, "K", K) & _within(law, "A", A)
-    allowed = tested if tested.any() else np.ones(len(K), bool)
+    K_tested, A_tested = _within(law, "K", K), _within(law, "A", A)
+    found = [Candidate(m.routing.K, m.routing.A, float(A[i]), float(ratio[i]), float(delta[i]),
+                       percentile_interval(draws[:, i], LEVEL), 0.0, bool(K_tested[i]), bool(A_tested[i]),
+                       flops.model_plan(m).layers, flops.total_params(m),
+                       flops.flops_ratio_to_dense(m, question.seq_length)) for i, m in enumerate(models)]
+    least = min(c.untested for c in found)
+    allowed = np.array([c.untested == least for c in found])
     # Column 0 is dense.
     chances = np.concatenate([np.zeros((len(draws), 1)), np.where(allowed, draws, np.inf)], axis=1)
     share = np.bincount(np.argmin(chances, axis=1), minlength=len(K) + 1) / len(draws)
-    found = [Candidate(m.routing.K, m.routing.A, float(ratio[i]), float(delta[i]),
-                       percentile_interval(draws[:, i], LEVEL), float(share[i + 1]), bool(tested[i]),
-                       flops.model_plan(m).layers, flops.total_params(m),
-                       flops.flops_ratio_to_dense(m, question.seq_length)) for i, m in enumerate(models)]
-    return sorted(found, key=lambda c: (not c.tested, c.delta)), float(share[0])
+    found = [replace(c, p_best=float(p)) for c, p in zip(found, share[1:], strict=True)]
+    return sorted(found, key=lambda c: (c.untested, c.delta)), float(share[0])
 
 
 def _within(law: FittedLaw, name: str, value: np.ndarray) -> np.ndarray:
     low, high = law.domain[name]
-    return (value >= low) & (value <= high)
+    return (value >= low * (1 - EDGE)) & (value <= high * (1 + EDGE))
 
 
 def _variables(question: Question, K: np.ndarray, A: np.ndarray, ratio: np.ndarray) -> Runs:
@@ -227,27 +246,31 @@ def continuous_optimum(question: Question, law: FittedLaw, A: float) -> tuple[fl
 
 def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: Candidate) -> tuple[list[str], bool]:
     """Notes for people, and whether the question lies inside the law's data."""
-    asked = {"N_act": question.active_params, "L": question.seq_length, "K": first.K, "A": first.A}
+    asked = {"N_act": question.active_params, "L": question.seq_length, "K": first.K, "A": first.law_A}
     if "C" in law.form.variables:
         asked["C"] = question.compute
     notes, inside = [], True
     for name, value in asked.items():
         low, high = law.domain[name]
-        if not low <= value <= high:
+        if not _within(law, name, value):
             inside = False
             notes.append(f"OUTSIDE THE DATA: {name} = {value:g}, but the law was fitted on {low:g} to {high:g}.")
-    for name, (low, high) in law.stride_domain.items() if first.A != 1 else ():
+    for name, (low, high) in law.stride_domain.items() if first.law_A != 1 else ():
         if not low <= asked[name] <= high:
             inside = False
             tested = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-            notes.append(f"OUTSIDE THE DATA: A = {first.A:g} at {name} = {asked[name]:g}, but other A than 1 were only "
-                         f"run at {name} = {tested}. --anchor-stride 1 stays inside.")
+            notes.append(f"OUTSIDE THE DATA: A = {first.law_A:g} at {name} = {asked[name]:g}, but other A than 1 were "
+                         f"only run at {name} = {tested}. --anchor-stride 1 stays inside.")
+    if first.law_A != first.A:
+        notes.append(f"A = {first.A:g} does not fit the active depth: what is built has A = {first.law_A:.4g} (sparse "
+                     "equivalents over anchors), and the law was asked about that.")
     if "C" not in law.form.variables:
         notes.append("The law has no C in it: K and A do not depend on --compute, which only sets the tokens. Whether "
                      "the gain holds at another budget than that of its runs is not known.")
+    notes.append(f"The interval and P(best) come from {len(law.draws)} {law.draws_from}.")
     if best is None:
         notes.append("No tested configuration promises less loss than the dense model: train dense.")
-    elif law.params.get("z", 0.0) > 0 and question.anchor_stride is None and best.A == max(law.domain["A"]):
+    elif law.params.get("z", 0.0) > 0 and question.anchor_stride is None and best.A >= law.domain["A"][1]:
         notes.append("The law improves with A without end (for K > 1), so the best A is the largest tested one; "
                      "--max-params and --max-layers bound it.")
     return notes, inside

@@ -18,6 +18,8 @@ from megatron_xmod.scaling.synthetic import paper_grid, simulate, variables
 _FORMS = {form.name: form for form in (XMOD, BASE, GAIN_BY_COMPUTE)}
 # How often the published law is fitted again to runs drawn from itself.
 _PUBLISHED_DRAWS = 200
+_PUBLISHED_FROM = ("refits, each started at the published parameters, to runs simulated from them on our reading of "
+                   "the paper's grid, whose K the paper leaves open; its own runs are not public")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class FittedLaw:
         domain: Smallest and largest tested value of N_act, L, K, A (and C, where the law has it).
         stride_domain: The same for N_act, L and K among the runs with A != 1; empty where there are none.
         rmse: Scatter of the runs about the law, nats.
-        draws: Parameters of bootstrap refits.
+        draws: Parameters of refits, which the intervals and P(best) come from.
+        draws_from: What the refits are.
     """
 
     source: str
@@ -40,6 +43,7 @@ class FittedLaw:
     stride_domain: dict[str, tuple[float, float]]
     rmse: float
     draws: list[Params]
+    draws_from: str = "bootstrap refits to its runs"
 
     def predict(self, x: Runs) -> np.ndarray:
         """Delta [n], nats against the dense reference."""
@@ -61,7 +65,8 @@ def published_law() -> FittedLaw:
         draws.append(refit(start).params)
     domain = {"N_act": (165e6, 936e6), "L": (2048.0, 32768.0), "K": (2.0, 24.0), "A": (0.5, 5.0)}
     strides = {"N_act": (165e6, 165e6), "L": (32768.0, 32768.0), "K": (4.0, 16.0)}
-    return FittedLaw("arXiv 2609.34212, table 8", XMOD, PUBLISHED, domain, strides, PUBLISHED_RMSE, draws)
+    return FittedLaw("arXiv 2609.34212, table 8", XMOD, PUBLISHED, domain, strides, PUBLISHED_RMSE, draws,
+                     _PUBLISHED_FROM)
 
 
 def data_domain(x: Runs) -> dict[str, dict[str, tuple[float, float]]]:
@@ -94,9 +99,26 @@ def read_law(path: str | Path) -> FittedLaw:
                            for key in ("domain", "stride_domain"))
         draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
         law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws)
+        kappa_known = form is not GAIN_BY_COMPUTE or _kappa_is_known(law, saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
                         f"{', '.join(_FORMS)}: {error!r} is missing or wrong.") from error
+    if not kappa_known:
+        raise UserError(f"--law {path}: its runs do not tell how the gain grows with compute (kappa = "
+                        f"{params['kappa']:g}, at the end of the search or with an interval that reaches it). Fit the "
+                        "law xmod, add runs at other C, or hold kappa with --fix kappa=VALUE.")
     if not draws:
         raise UserError(f"--law {path} has no bootstrap draws; fit it again with --bootstrap above 0.")
     return law
+
+
+def _kappa_is_known(law: FittedLaw, saved: dict) -> bool:
+    """Whether kappa was held, or neither it nor its profile nor its refits reach the ends of the search."""
+    if "kappa" in (saved.get("fixed") or {}):
+        return True
+    exponent = next(e for e in law.form.exponents if e.name == "kappa")
+    profile = (saved.get("profiles") or {}).get("kappa") or {}
+    values = [law.params["kappa"], *(profile[end] for end in ("from", "to") if end in profile)]
+    if law.draws:
+        values += np.percentile([draw["kappa"] for draw in law.draws], [2.5, 97.5]).tolist()
+    return exponent.low + 1e-3 < min(values) and max(values) < exponent.high - 1e-3

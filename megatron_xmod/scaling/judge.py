@@ -10,7 +10,7 @@ import numpy as np
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling.fit import Fit, Problem, fit
 from megatron_xmod.scaling.law import BASE, XMOD
-from megatron_xmod.scaling.separable import Params, Runs
+from megatron_xmod.scaling.separable import Form, Params, Runs
 from megatron_xmod.scaling.stages import two_stage
 
 # Fits the runs it is given and returns printed parameters of `XMOD`, or of `BASE` where no run has A != 1.
@@ -32,15 +32,21 @@ def fit_scores(best: Fit) -> dict[str, float]:
     return scores(problem.y, problem.predict(best.params), problem.base)
 
 
-def joint(problem: Problem) -> Params:
-    """A `Fitter`: all parameters together."""
+def joint(problem: Problem, fixed: dict[str, float] | None = None, seed: int = 0) -> Params:
+    """A `Fitter`: all parameters together, but for the exponents held at a value."""
     form = problem.form if np.any(problem.x["A"] != 1) or problem.form is not XMOD else BASE
-    return fit(Problem(form, problem.x, problem.y, problem.base, problem.log, problem.loss), starts=16).params
+    part = Problem(form, problem.x, problem.y, problem.base, problem.log, problem.loss)
+    return fit(part, starts=16, seed=seed, fixed=held(form, fixed or {})).params
 
 
-def staged(problem: Problem) -> Params:
+def held(form: Form, fixed: dict[str, float]) -> dict[str, float]:
+    """Those of the exponents held at a value that a law has."""
+    return {e.name: fixed[e.name] for e in form.exponents if e.name in fixed}
+
+
+def staged(problem: Problem, seed: int = 0) -> Params:
     """A `Fitter`: the published two stages."""
-    return two_stage(problem).params
+    return two_stage(problem, seed).params
 
 
 @dataclass(frozen=True)

@@ -80,5 +80,9 @@ def _end(best: Fit, name: str, level: float, bound: float, side: int) -> tuple[f
                 return bound, True
             outside = bound
         if outside == bound or excess(outside) > 0:
-            return float(brentq(excess, inside, outside, xtol=1e-4, rtol=1e-3)), False
+            try:
+                return float(brentq(excess, inside, outside, xtol=1e-4, rtol=1e-3)), False
+            except ValueError:
+                # From another start a refit may find another minimum, and the sign at an end of the bracket turns.
+                return float(outside), False
         inside, step = outside, 2 * step

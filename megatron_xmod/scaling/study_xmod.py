@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling import plots
 from megatron_xmod.scaling.bootstrap import bootstrap
+from megatron_xmod.scaling.checks import matches, require_budgets, require_fixed, require_spread
 from megatron_xmod.scaling.data import Sweep, read_xmod
 from megatron_xmod.scaling.fit import Fit, Problem, fit
 from megatron_xmod.scaling.fitted import data_domain
@@ -19,6 +21,7 @@ from megatron_xmod.scaling.judge import (
     Fitter,
     HeldOut,
     fit_scores,
+    held,
     joint,
     leave_groups_out,
     pooled_scores,
@@ -26,7 +29,7 @@ from megatron_xmod.scaling.judge import (
     scores,
     staged,
 )
-from megatron_xmod.scaling.law import BASE, CANDIDATE, RIVALS, XMOD
+from megatron_xmod.scaling.law import BASE, CANDIDATE, GAIN_BY_COMPUTE, RIVALS, XMOD
 from megatron_xmod.scaling.profile import Interval, profile_curve, profile_interval
 from megatron_xmod.scaling.report import Report
 from megatron_xmod.scaling.separable import Form
@@ -47,18 +50,15 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
         outside: Values (variable, value) whose runs are kept out of the fit and predicted by it.
     """
     fixed = fixed or {}
-    unknown = set(fixed) - {e.name for e in form.exponents}
-    if unknown:
-        raise UserError(f"--fix {', '.join(sorted(unknown))}: the law {form.name} has the exponents "
-                        f"{', '.join(e.name for e in form.exponents)}.")
+    require_fixed(form, fixed)
     everything = read_xmod(path)
-    kept_out = _matches(everything, outside or [])
+    kept_out = matches(everything, outside or [])
     sweep = everything.select(~kept_out)
     if form is BASE:
         sweep = _without_strides(sweep)
     problem = _problem(sweep, form, options.loss, log)
-    _require_spread(problem, fixed)
-    best = fit(problem, seed=options.seed, fixed=fixed)
+    require_spread(problem, fixed)
+    best = fit(problem, seed=options.seed, fixed=fixed, extra=_nested_start(problem, fixed, options.seed))
     report = Report("The scaling law of X-MoD")
     report.text(f"Law {form.name}, {len(problem.y)} sparse runs, {options.loss} on the {'log of the ' if log else ''}"
                 "loss. Delta is the loss against the dense reference at the same training FLOPs, in nats per token.")
@@ -69,11 +69,12 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
     else:
         saved |= best.params
         report.table(("parameter", "value"), list(best.params.items()))
+    _at_bounds(report, best)
     saved["profiles"] = _profiles(report, best)
     saved["scores"] = fit_scores(best)
     _in_sample(report, best, saved["scores"])
-    saved["held_out"] = _held_out(report, best)
-    saved["regret"] = _regret(report, best)
+    saved["held_out"] = _held_out(report, best, options.seed)
+    saved["regret"] = _regret(report, best, options.seed)
     if kept_out.any():
         saved["outside"] = _outside(report, best, everything.select(kept_out))
     saved["rivals"] = _rivals(report, best, sweep, options)
@@ -96,31 +97,8 @@ def _without_strides(sweep: Sweep) -> Sweep:
     kept = sweep.x["A"] == 1
     others = sweep.select(~kept)
     named = [f"{run}: A is {a:g}, and the law base is for A = 1" for run, a in
-             zip(others.clusters, others.x["A"], strict=True)]
+             zip(others.names, others.x["A"], strict=True)]
     return replace(sweep.select(kept), left_out=sweep.left_out + named)
-
-
-def _require_spread(problem: Problem, fixed: dict[str, float]) -> None:
-    """Refuses data that leave an exponent without anything to act on."""
-    needs = {"eta_N": ("N_act", 2), "eta_L": ("L", 2), "rho_L": ("K", 3), "rho_K": ("K", 3), "rho_A": ("A", 2)}
-    for exponent in problem.form.exponents:
-        variable, count = needs.get(exponent.name, ("K", 1))
-        found = len(np.unique(problem.x[variable]))
-        if exponent.name not in fixed and found < count:
-            way = f"hold it with --fix {exponent.name}=VALUE" + (", or fit --form base" * (variable == "A"))
-            raise UserError(f"{exponent.name} needs runs at {count} or more values of {variable}, but there are runs "
-                            f"at {found}. Add runs, or {way}.")
-
-
-def _matches(sweep: Sweep, outside: list[tuple[str, float]]) -> np.ndarray:
-    mask = np.zeros(len(sweep.loss), dtype=bool)
-    for name, value in outside:
-        found = np.isclose(sweep.x[name], value, rtol=1e-6)
-        if not found.any():
-            raise UserError(f"--hold-out {name}={value:g} matches no run; {name} takes the values "
-                            f"{', '.join(f'{v:g}' for v in np.unique(sweep.x[name]))}.")
-        mask |= found
-    return mask
 
 
 def _profiles(report: Report, best: Fit) -> dict[str, Any]:
@@ -165,12 +143,12 @@ def _in_sample(report: Report, best: Fit, result: dict[str, float]) -> None:
         {name: problem.x[name] for name in ("K", "L", "N_act", "A", "C")}, predicted - problem.y, "(nats)"))
 
 
-def _held_out(report: Report, best: Fit) -> dict[str, Any]:
+def _held_out(report: Report, best: Fit, seed: int) -> dict[str, Any]:
     """Whole groups left out, the joint fit beside the published two stages."""
     report.heading("Whole groups held out")
-    fitters: dict[str, Fitter] = {"joint": joint}
-    if best.problem.form is XMOD and not best.problem.log:
-        fitters["two-stage"] = staged
+    fitters: dict[str, Fitter] = {"joint": partial(joint, fixed=best.fixed, seed=seed)}
+    if _has_two_stages(best):
+        fitters["two-stage"] = partial(staged, seed=seed)
     saved: dict[str, Any] = {}
     rows, panels, reasons = [], [], []
     for variable in HELD_OUT_BY:
@@ -196,18 +174,23 @@ def _held_out(report: Report, best: Fit) -> dict[str, Any]:
     return saved
 
 
+def _has_two_stages(best: Fit) -> bool:
+    """The published way of fitting knows one law, on raw losses, and holds nothing."""
+    return best.problem.form is XMOD and not best.problem.log and not best.fixed
+
+
 def _panel(problem: Problem, variable: str, results: list[HeldOut]) -> plots.Panel:
     good = [result for result in results if not result.problem]
     return (f"left out by {variable}", np.concatenate([problem.y[r.runs] for r in good]),
             np.concatenate([r.predicted for r in good]))
 
 
-def _regret(report: Report, best: Fit) -> dict[str, float]:
+def _regret(report: Report, best: Fit, seed: int) -> dict[str, float]:
     """What choosing K by the law would have cost on the tested grids, with each L held out where that can be done."""
     problem = best.problem
     predicted = problem.predict(best.params)
     where = "in-sample"
-    results = [r for r in leave_groups_out(problem, "L", joint) if not r.problem]
+    results = [r for r in leave_groups_out(problem, "L", partial(joint, fixed=best.fixed, seed=seed)) if not r.problem]
     if results:
         predicted, where = np.full(len(problem.y), np.nan), "L held out"
         for result in results:
@@ -239,17 +222,21 @@ def _rivals(report: Report, best: Fit, sweep: Sweep, options: Options) -> dict[s
     problem = best.problem
     results: dict[str, dict[str, float]] = {problem.form.name: fit_scores(best)}
     notes = []
-    for form in RIVALS:
-        if form is problem.form:
+    for form in (XMOD, *RIVALS):
+        if form is problem.form or form is XMOD and problem.form is BASE:
             continue
         try:
             rival = _problem(sweep, form, options.loss, problem.log)
-            results[form.name] = fit_scores(fit(rival, 16, options.seed, _nested_start(form, best)))
+            fixed = held(form, best.fixed)
+            require_budgets(rival, fixed)
+            known = best if problem.form is XMOD else None
+            results[form.name] = fit_scores(fit(rival, 16, options.seed,
+                                                _nested_start(rival, fixed, options.seed, known), fixed))
         except UserError as error:
             notes.append(f"- {form.name}: {error}")
-    if problem.form is XMOD and not problem.log and np.any(problem.x["A"] != 1):
+    if _has_two_stages(best) and np.any(problem.x["A"] != 1):
         try:
-            stages = two_stage(problem)
+            stages = two_stage(problem, options.seed)
             results["xmod, two-stage"] = scores(problem.y, problem.predict(stages.params), problem.base)
             notes.append(f"- The two stages leave a free offset of {stages.sweep_offset:+.5f} nats in the A-sweep, "
                          "which the law has no place for and these scores do without.")
@@ -263,8 +250,24 @@ def _rivals(report: Report, best: Fit, sweep: Sweep, options: Options) -> dict[s
     return results
 
 
-def _nested_start(form: Form, best: Fit) -> tuple[dict[str, float], ...]:
-    """The reduced law inside the candidate, so that the candidate never fits worse."""
-    if form is not CANDIDATE or best.problem.form is not XMOD:
+# Parameters with which a wider law is the reduced one.
+_REDUCED = {CANDIDATE: {"v": 0.0, "eta_D": 0.3, "rho_D": 0.5}, GAIN_BY_COMPUTE: {"kappa": 0.0}}
+
+
+def _nested_start(problem: Problem, fixed: dict[str, float], seed: int, known: Fit | None = None
+                  ) -> tuple[dict[str, float], ...]:
+    """The reduced law inside a wider one, so that the wider one never fits worse. `known`: its fit, if there is one."""
+    if problem.form not in _REDUCED:
         return ()
-    return (best.params | {"v": 0.0, "eta_D": 0.3, "rho_D": 0.5},)
+    if known is None:
+        reduced = Problem(XMOD, problem.x, problem.y, problem.base, problem.log, problem.loss)
+        known = fit(reduced, seed=seed, fixed=held(XMOD, fixed))
+    return (known.params | _REDUCED[problem.form],)
+
+
+def _at_bounds(report: Report, best: Fit) -> None:
+    ends = [f"{e.name} = {best.params[e.name]:g}" for e in best.problem.form.exponents if e.name not in best.fixed
+            and min(best.params[e.name] - e.low, e.high - best.params[e.name]) < 1e-6]
+    if ends:
+        report.text(f"At the end of the search: {', '.join(ends)}. The data ask for more than the law can give, or "
+                    "do not tell.")

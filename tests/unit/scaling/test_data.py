@@ -32,7 +32,7 @@ def test_bad_rows_are_named_and_left_out(tmp_path):
              "i,1e8,,2048,8,1,2e18,3.1,ok",
              "j,1e8,2e8,2048,8,1,2e18,-3,ok"]
     sweep = read_xmod(write(tmp_path, lines))
-    assert sweep.loss.tolist() == [3.1] and sweep.x["ratio"].tolist() == [2.0] and sweep.clusters.tolist() == ["a"]
+    assert sweep.loss.tolist() == [3.1] and sweep.x["ratio"].tolist() == [2.0] and sweep.names.tolist() == ["a"]
     reasons = {int(r.split(":")[0].removeprefix("line ")): r for r in sweep.left_out}
     assert sorted(reasons) == list(range(5, 14))
     for line, words in {5: "loss is nan", 6: "K is 'eight', not a number", 7: "duplicate of line 4",
@@ -54,6 +54,13 @@ def test_tokens_of_the_dense_reference_follow_its_flops(tmp_path):
              "1e8,3,2048,4,1,2e18,3.1,5e9"]
     sweep = read_xmod(write(tmp_path, lines))
     assert (sweep.x["D_sparse"][0], sweep.x["D_dense"][0]) == pytest.approx((5e9, 4e9))
+
+
+def test_loss_and_tokens_of_the_dense_reference_are_matched_alike(tmp_path):
+    lines = ["N_act,ratio,L,K,A,C,loss,tokens", "1e8,1,2048,1,1,1e18,3.4,2e9", "1e8,1,2048,1,1,4e18,3.0,8e9",
+             "1.005e8,3,2048,4,1,2e18,3.1,5e9"]
+    sweep = read_xmod(write(tmp_path, lines))
+    assert sweep.x["D_dense"][0] == pytest.approx(4e9) and sweep.x["dense_loss"][0] == pytest.approx(np.sqrt(3.4 * 3))
 
 
 def test_dense_curves_follow_a_power_law_and_average_runs():
@@ -103,3 +110,25 @@ def test_routed_takes_each_runs_last_step(tmp_path):
     assert list(found) == ["Hash"] and found["Hash"].loss.tolist() == [2.9, 2.8]
     assert found["Hash"].left_out == ["line 7: loss_validation is nan; it must be a positive number"]
     assert read_routed(tmp_path / "routed.csv.gz", step=10)["Hash"].loss.tolist() == [3.0, 3.1]
+
+
+def test_routed_rows_without_a_step_are_left_out(tmp_path):
+    header = "hyper_id,step,loss_validation,num_experts,k,router_type,routing_frequency,dense_parameter_count"
+    lines = [header, "0,20,2.9,1,1,Dense,0.5,1e8", "1,,2.7,8,1,Hash,0.5,1e8", "1,last,2.7,8,1,Hash,0.5,1e8",
+             "1,20,2.8,8,1,Hash,0.5,1e8"]
+    found = read_routed(write(tmp_path, lines, "routed.csv.gz"))["Hash"]
+    assert found.loss.tolist() == [2.9, 2.8]
+    assert found.left_out == ["line 3: step is empty", "line 4: step is 'last', not a number"]
+
+
+def test_the_bootstrap_draws_groups_or_configurations(tmp_path):
+    header = "run,group,seed,N_act,ratio,L,K,A,C,loss,dense_loss"
+    lines = ["a,{},0,1e8,2,2048,4,1,2e18,3.1,3.2", "b,{},1,1e8,2,2048,4,1,2e18,3.1,3.2",
+             "b,{},1,1e8,2,2048,4,1,1e18,3.1,3.2", "c,{},0,1e8,2,2048,8,1,2e18,3.1,3.2"]
+
+    def clusters(*groups):
+        rows = [line.format(group) for line, group in zip(lines, groups, strict=True)]
+        return np.unique(read_xmod(write(tmp_path, [header, *rows])).clusters, return_inverse=True)[1].tolist()
+
+    assert clusters("", "", "", "") == [0, 0, 0, 1]
+    assert clusters("x", "y", "y", "x") == [0, 1, 1, 0]

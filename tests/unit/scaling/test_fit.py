@@ -3,13 +3,15 @@ import pytest
 from scipy.optimize import minimize, nnls
 
 from megatron_xmod.errors import UserError
+from megatron_xmod.scaling import profile, study_xmod
 from megatron_xmod.scaling.bootstrap import bootstrap, intervals
-from megatron_xmod.scaling.fit import Problem, fit, refit
-from megatron_xmod.scaling.judge import fit_scores, leave_groups_out, regrets, scores
+from megatron_xmod.scaling.fit import Fit, Problem, fit, refit
+from megatron_xmod.scaling.judge import fit_scores, joint, leave_groups_out, regrets, scores
 from megatron_xmod.scaling.law import CANDIDATE, GAIN_BY_COMPUTE, MULTIPLICATIVE, PUBLISHED, XMOD
 from megatron_xmod.scaling.others import CHINCHILLA, KAPLAN
 from megatron_xmod.scaling.profile import profile_interval
 from megatron_xmod.scaling.recovery import NOISE, coverage
+from megatron_xmod.scaling.report import Report
 from megatron_xmod.scaling.solve import levenberg, linear, objective
 from megatron_xmod.scaling.stages import two_stage
 from megatron_xmod.scaling.synthetic import paper_grid, simulate, variables
@@ -78,6 +80,14 @@ def test_a_profile_ends_where_the_squared_error_has_risen_by_the_f_quantile(nois
         held = fit(noisy.problem, starts=16, fixed={"rho_L": end})
         assert held.params["rho_L"] == end
         assert held.objective / noisy.objective - 1 == pytest.approx(3.937 / 99, rel=0.02)
+
+
+def test_a_profile_whose_refits_disagree_ends_at_the_bracket(noisy, monkeypatch):
+    rises = iter([10.0])
+    monkeypatch.setattr(profile, "refit", lambda start, fixed: Fit(
+        noisy.problem, noisy.params, noisy.objective * next(rises, 1.0), fixed))
+    end, at_bound = profile._end(noisy, "rho_L", 0.95, 5.0, 1)
+    assert end == pytest.approx(1.05 * noisy.params["rho_L"]) and not at_bound
 
 
 def test_intervals_cover_about_as_often_as_they_say():
@@ -201,3 +211,18 @@ def test_chinchilla_recovers_itself_under_every_loss():
 def test_fit_scores_match_the_noise(noisy):
     result = fit_scores(noisy)
     assert 0.7 * NOISE < result["rmse"] < 1.1 * NOISE and 0.95 < result["r2"] < 1
+
+
+def test_held_out_fits_hold_what_the_fit_holds_and_start_from_its_seed(noisy, monkeypatch):
+    assert joint(noisy.problem, {"rho_A": 1.0, "rho_K": 0.5}, seed=1)["rho_A"] == 1.0
+    at_one = noisy.problem.select(X["A"] == 1)
+    assert joint(at_one, {"rho_A": 1.0, "eta_L": 0.5})["eta_L"] == 0.5
+    seen = []
+    monkeypatch.setattr(study_xmod, "leave_groups_out", lambda problem, by, fitter: seen.append(fitter) or [])
+    for fixed, fitters in (({"rho_A": 0.3}, 1), ({}, 2)):
+        seen.clear()
+        best = Fit(noisy.problem, noisy.params, noisy.objective, fixed)
+        study_xmod._held_out(Report(""), best, 7)
+        study_xmod._regret(Report(""), best, 7)
+        assert len(seen) == 3 * fitters + 1 and all(fitter.keywords["seed"] == 7 for fitter in seen)
+        assert all(fitter.keywords["fixed"] == fixed for fitter in seen if fitter.func is joint)

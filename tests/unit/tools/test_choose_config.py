@@ -50,7 +50,7 @@ def test_delta_of_the_papers_configurations_is_the_formula(ask, K, A, layers):
 
 def test_the_choice_is_the_best_tested_candidate_and_can_be_built(ask):
     answer = ask()
-    tested = [row for row in answer["candidates"] if row["tested"]]
+    tested = [row for row in answer["candidates"] if row["K_tested"] and row["A_tested"]]
     assert answer["delta"] == min(row["delta"] for row in tested)
     assert answer["delta_interval"][0] < answer["delta"] < answer["delta_interval"][1]
     assert all(32768 % row["K"] == 0 and (row["A"] * row["K"]) % 1 == 0 for row in answer["candidates"])
@@ -66,9 +66,63 @@ def test_limits_bound_the_model(ask):
     assert (answer["K"], answer["A"]) == (8, 4) and answer["total_params"] == 2635237376
     assert all(row["total_params"] <= 2.7e9 for row in answer["candidates"])
     assert max(row["layers"] for row in ask("--max-layers", "161")["candidates"]) <= 161
-    # A = 5, K = 16 has 4 + 4 units between which a pipeline is cut.
+    # A = 5, K = 16 has 4 + 4 units between which a pipeline is cut; A = 1.25 has 4 + 11.
     assert min(row["A"] for row in ask("--pipeline-stages", "15")["candidates"]) == 0.5
-    assert max(row["A"] for row in ask("--pipeline-stages", "15")["candidates"]) == 1
+    assert max(row["A"] for row in ask("--pipeline-stages", "15")["candidates"]) == 1.25
+
+
+def small_backbone(tmp_path):
+    """8 active layers, of which 1 is the prefix."""
+    path = tmp_path / "small.yaml"
+    path.write_text("model: {active_layers: 8, prefix_layers: 1, hidden_size: 512, head_dim: 64, ffn_size: 1536}\n")
+    return "--config", str(path)
+
+
+def test_the_law_is_asked_about_what_is_built(ask, tmp_path):
+    deltas = {A: ask(*small_backbone(tmp_path), "--anchor-stride", A, size="165M")["delta"] for A in ("3", "4", "5")}
+    assert len(set(deltas.values())) == 1 and deltas["3"] < 0
+    answer = ask("--anchor-stride", "100")
+    assert {row["law_A"] for row in answer["candidates"]} == {23} and answer["continuous_A"] == 23
+    assert any("what is built has A = 23" in note for note in answer["notes"])
+    built = ask("--anchor-stride", "23")
+    assert [row["delta"] for row in answer["candidates"]] == [row["delta"] for row in built["candidates"]]
+    assert ask("--anchor-stride", "4")["candidates"][0]["law_A"] == 4  # 3.8, as the paper counts
+
+
+def test_each_layout_is_one_candidate(ask, tmp_path):
+    rows = [row for row in ask(*small_backbone(tmp_path), size="165M")["candidates"] if row["K"] == 16]
+    assert [row["A"] for row in rows if row["layers"] == 83] == [2.5]
+    rows = ask()["candidates"]
+    assert len({(row["K"], row["layers"]) for row in rows}) == len(rows)
+
+
+def test_every_buildable_stride_is_tried(ask, tmp_path):
+    answer = ask("--max-params", "1.2B", size="165M")
+    assert (answer["K"], answer["A"]) == (16, 2.5) and answer["delta"] == pytest.approx(-0.2207, abs=1e-4)
+    law = {"law": "xmod", **PUBLISHED, "scores": {"rmse": 0.01}, "draws": [PUBLISHED],
+           "domain": {"N_act": [1e8, 1e9], "L": [1024, 65536], "K": [2, 24], "A": [1.5, 1.5]}, "stride_domain": {}}
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(law))
+    assert {row["A"] for row in ask("--law", str(path))["candidates"]} == {1.5}
+    with pytest.raises(UserError, match="no A from 1.5 to 1.5 is a multiple of 1/K"):
+        ask("--law", str(path), length=3**9)
+
+
+def test_an_untested_stride_does_not_license_an_untested_K(ask, tool, capsys):
+    words = "--compute", "1e20", "--seq-length", "32768", "--active-params", "556M", "--anchor-stride", "8"
+    answer = ask(*words[6:])
+    assert answer["K"] == 16 and answer["p_best"] + answer["p_dense"] == pytest.approx(1)
+    tool.main(list(words))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    marks = {(row[0], row[1]): " ".join(row[10:]) for row in rows if len(row) > 10 and row[0].isdigit()}
+    assert marks["16", "8"] == "best, A not tested, A built: 7" and "K not tested" in marks["32", "8"]
+
+
+def test_best_and_ties_are_always_printed(tool, ask, capsys):
+    for words in ((), ("--anchor-stride", "100"), ("--max-params", "700M")):
+        answer = ask(*words)
+        table = tool.report(answer)
+        assert table.count("near-tie") == len(answer["near_ties"]) and table.count("  best") == 1
 
 
 def test_it_says_where_it_knows_nothing(ask):
@@ -103,6 +157,7 @@ def test_a_law_from_a_file(ask, tmp_path):
     path.write_text(json.dumps(law))
     answer = ask("--law", str(path), "--ratio", "layers")
     assert answer["A"] == 1 and answer["continuous_K"] > 1.3 * OPTIMA[32768] and "table9_misfit" not in answer
+    assert answer["intervals_from"] == "bootstrap refits to its runs"
     for text, words in (("{", "not JSON"), ('{"law": "xmod"}', "not a law saved by"), ("[]", "not a law saved by")):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
@@ -111,7 +166,7 @@ def test_a_law_from_a_file(ask, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (("--max-params", "100M"), "no K and A can be built for L = 32768: more than 1e\\+08 parameters"),
-    (("--anchor-stride", "0.3"), "active depth can't be cut"),
+    (("--anchor-stride", "0.3"), "A = 0.3 and K = 4 give 1.2. The nearest A that work: 0.25 or 0.5"),
     (("--anchor-stride", "-1"), "--anchor-stride is -1; it must be above 0"),
 ])
 def test_what_cannot_be_built_is_refused(ask, words, message):
@@ -123,6 +178,12 @@ def test_an_odd_length_has_few_sparsities(ask):
     assert {row["K"] for row in ask(length=3 * 1024)["candidates"]} == {2, 3, 4, 6, 8, 12, 16, 24, 32, 48}
     with pytest.raises(UserError, match="L has no divisor"):
         ask(length=4099)
+
+
+def test_it_says_where_its_intervals_come_from(ask):
+    answer = ask(*LAYERS)
+    assert "simulated" in answer["intervals_from"] and "started at the published" in answer["intervals_from"]
+    assert any(note.startswith("The interval and P(best) come from 200 refits") for note in answer["notes"])
 
 
 def test_the_published_laws_draws_scatter_about_it():

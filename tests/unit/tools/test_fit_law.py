@@ -7,6 +7,7 @@ import pytest
 
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling.fitted import read_law
+from megatron_xmod.scaling.law import CANDIDATE, PUBLISHED
 from megatron_xmod.scaling.recovery import NOISE, sweep_csv
 from megatron_xmod.scaling.synthetic import outside_grid, paper_grid
 
@@ -127,6 +128,9 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (("--fix", "eta_Q=1"), "has the exponents eta_N"),
+    (("--fix", "rho_A=0"), "--fix rho_A=0 is out of range: rho_A must be from 0.001 to 5"),
+    (("--fix", "rho_A=nan"), "--fix rho_A=nan is out of range"),
+    (("--hold-out", "foo=3"), "runs are kept out by N_act, L, K, A, C, not by 'foo'"),
     (("--fix", "eta_N"), "must be NAME=VALUE"),
     (("--hold-out", "L=7"), "matches no run; L takes the values 2048"),
     (("--bootstrap", "-1"), "--bootstrap is -1"),
@@ -134,3 +138,39 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
 def test_wrong_options_are_refused(fit_law, sweep, words, message):
     with pytest.raises(UserError, match=message):
         fit_law("xmod", sweep, *words)
+
+
+def test_what_is_no_number_is_null_in_the_saved_file(fit_law, tmp_path):
+    path = tmp_path / "small.csv"
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[0] == 556e6], NOISE, 0))
+    saved, _ = fit_law("xmod", path, "--form", "base", "--fix", "eta_N=0.07784", "--bootstrap", "0",
+                       "--hold-out", "K=3")
+    assert saved["outside"]["runs"] == 1 and saved["outside"]["r2"] is None
+    assert "NaN" not in (tmp_path / "law.json").read_text()
+
+
+def test_a_gain_by_compute_needs_several_budgets(fit_law, sweep, tmp_path):
+    with pytest.raises(UserError, match="kappa needs runs at 2 or more values of C at the same N_act"):
+        fit_law("xmod", sweep, "--form", "gain_by_compute")
+    law = {"law": "gain_by_compute", **PUBLISHED, "scores": {"rmse": 0.01}, "stride_domain": {},
+           "domain": {"N_act": [1e8, 1e9], "L": [1024, 65536], "K": [2, 24], "A": [1, 5], "C": [1e19, 1e20]}}
+    path = tmp_path / "law.json"
+
+    def read(kappa, others=(0.1,), **more):
+        draws = [PUBLISHED | {"kappa": k} for k in others]
+        path.write_text(json.dumps(law | {"kappa": kappa, "draws": draws} | more))
+        return read_law(path)
+
+    assert read(0.1).params["kappa"] == 0.1
+    assert read(-1.0, (-1.0,), fixed={"kappa": -1.0}).params["kappa"] == -1
+    for words in ({"kappa": -1.0}, {"kappa": 0.1, "others": (-1.0, -1.0, 0.1)},
+                  {"kappa": 0.1, "profiles": {"kappa": {"from": -1.0, "to": 0.4, "identified": False}}}):
+        with pytest.raises(UserError, match="do not tell how the gain grows with compute"):
+            read(**words)
+
+
+def test_the_candidate_is_held_against_the_law_inside_it(fit_law, sweep):
+    saved, text = fit_law("xmod", sweep, "--form", "candidate", "--bootstrap", "0")
+    assert saved["rivals"]["candidate"]["rmse"] <= saved["rivals"]["xmod"]["rmse"]
+    ends = [e.name for e in CANDIDATE.exponents if saved[e.name] in (e.low, e.high)]
+    assert ("At the end of the search: " in text) == bool(ends) and all(f"{name} = " in text for name in ends)

@@ -1,0 +1,62 @@
+"""Refusals before a fit: options and sweeps from which the law asked for can't be had. All raise UserError."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_xmod.errors import UserError
+from megatron_xmod.scaling.data import Sweep
+from megatron_xmod.scaling.fit import Problem
+from megatron_xmod.scaling.separable import Form
+
+_OUTSIDE_BY = ("N_act", "L", "K", "A", "C")
+
+
+def require_fixed(form: Form, fixed: dict[str, float]) -> None:
+    """Refuses to hold what is no exponent of the law, or at a value outside its search range."""
+    exponents = {e.name: e for e in form.exponents}
+    for name, value in fixed.items():
+        if name not in exponents:
+            raise UserError(f"--fix {name}: the law {form.name} has the exponents {', '.join(exponents) or 'none'}.")
+        low, high = exponents[name].low, exponents[name].high
+        if not low <= value <= high:
+            raise UserError(f"--fix {name}={value:g} is out of range: {name} must be from {low:g} to {high:g}.")
+
+
+def require_spread(problem: Problem, fixed: dict[str, float]) -> None:
+    """Refuses data that leave an exponent without anything to act on."""
+    needs = {"eta_N": ("N_act", 2), "eta_L": ("L", 2), "rho_L": ("K", 3), "rho_K": ("K", 3), "rho_A": ("A", 2)}
+    require_budgets(problem, fixed)
+    for exponent in problem.form.exponents:
+        variable, count = needs.get(exponent.name, ("K", 1))
+        found = len(np.unique(problem.x[variable]))
+        if exponent.name not in fixed and found < count:
+            way = f"hold it with --fix {exponent.name}=VALUE" + (", or fit --form base" * (variable == "A"))
+            raise UserError(f"{exponent.name} needs runs at {count} or more values of {variable}, but there are runs "
+                            f"at {found}. Add runs, or {way}.")
+
+
+def require_budgets(problem: Problem, fixed: dict[str, float]) -> None:
+    """Refuses data that do not tell compute from size."""
+    if "kappa" in fixed or "kappa" not in problem.form.names:
+        return
+    C, size = problem.x["C"], problem.x["N_act"]
+    # Closer budgets than this are one, which whole steps have split.
+    if all(np.ptp(np.log(C[size == value])) < 0.05 for value in np.unique(size)):
+        raise UserError("kappa needs runs at 2 or more values of C at the same N_act, which this sweep has not. Add "
+                        "runs at another budget, or hold it with --fix kappa=VALUE.")
+
+
+def matches(sweep: Sweep, outside: list[tuple[str, float]]) -> np.ndarray:
+    """Which runs are to be kept out of the fit [n]: those with one of the values (variable, value)."""
+    mask = np.zeros(len(sweep.loss), dtype=bool)
+    for name, value in outside:
+        if name not in _OUTSIDE_BY:
+            raise UserError(f"--hold-out {name}={value:g}: runs are kept out by {', '.join(_OUTSIDE_BY)}, not by "
+                            f"{name!r}.")
+        found = np.isclose(sweep.x[name], value, rtol=1e-6)
+        if not found.any():
+            raise UserError(f"--hold-out {name}={value:g} matches no run; {name} takes the values "
+                            f"{', '.join(f'{v:g}' for v in np.unique(sweep.x[name]))}.")
+        mask |= found
+    return mask
