@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     from megatron_xmod.config.schema import TrainConfig
     from megatron_xmod.data.tokenizer import load_tokenizer
     from megatron_xmod.inference.cache import KVCache
-    from megatron_xmod.inference.generate import generate
+    from megatron_xmod.inference.generate import generate, heal
     from megatron_xmod.runtime.distributed import pick_device
 
     model, config = load_transformer(options.checkpoint)
@@ -43,14 +43,14 @@ def main(arguments: list[str]) -> None:
                         "it.")
     tokenizer = load_tokenizer(config.data.tokenizer, options.tokenizer_path or config.data.tokenizer_path)
     model.to(pick_device(TrainConfig(device=options.device)))
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
+    prompt, first = heal(tokenizer, tokenizer.encode(options.prompt) or [tokenizer.eod])
     if len(prompt) + options.max_new_tokens > config.data.seq_length:
         print(f"note: beyond {config.data.seq_length} tokens the model sees positions that it was not trained on",
               file=sys.stderr)
     cache, written, shown = KVCache(), list(prompt), ""
     started = time.perf_counter()
     for token in generate(model, prompt, options.max_new_tokens, temperature=options.temperature, top_k=options.top_k,
-                          top_p=options.top_p, seed=options.seed, stop=tokenizer.eod, cache=cache):
+                          top_p=options.top_p, seed=options.seed, stop=tokenizer.eod, first=first, cache=cache):
         written.append(token)
         shown = _show(tokenizer.decode(written), shown)
     _show(tokenizer.decode(written), shown, last=True)

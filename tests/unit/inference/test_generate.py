@@ -3,7 +3,7 @@ import torch
 
 from megatron_xmod.config.schema import ModelConfig, RoutingConfig
 from megatron_xmod.inference.cache import KVCache
-from megatron_xmod.inference.generate import generate, sample
+from megatron_xmod.inference.generate import generate, heal, sample
 from megatron_xmod.model.build import Transformer
 from megatron_xmod.model.context import ModelContext
 
@@ -68,3 +68,26 @@ def test_the_cache_counts_what_was_executed(model):
 def test_an_empty_prompt_is_refused(model):
     with pytest.raises(ValueError, match="end-of-document"):
         next(generate(model, [], 3))
+
+
+class _Words:
+    """A tokenizer of whole pieces."""
+
+    pieces = ("def", " ", " f", " foo", "0", "de", "\N{REPLACEMENT CHARACTER}")
+    vocab_size, eod = len(pieces), 0
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+
+def test_a_prompt_that_ends_inside_a_token_is_healed(model):
+    kept, first = heal(_Words(), [0, 1])  # "def" and a lone space
+    assert kept == [0] and first == [1, 2, 3]
+    assert next(generate(model, kept, 1, temperature=0, first=first)) in first
+    drawn = {next(generate(model, kept, 1, temperature=50.0, seed=seed, first=first)) for seed in range(40)}
+    assert drawn == set(first)
+
+
+@pytest.mark.parametrize("prompt", [[1], [0, 6]], ids=["one token", "part of a character"])
+def test_a_prompt_that_can_not_be_healed_stays(prompt):
+    assert heal(_Words(), prompt) == (prompt, None)
