@@ -6,7 +6,7 @@ Shapes: B batch, S sequence, K tokens kept per sequence, D width, R layers in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class SparseRound(nn.Module):
     def _run_soft(self, x_BSD, taken_BS, choices, statistics, cache):
         """Each layer chooses among all tokens, those taken before made less likely (eq. 7, 8)."""
         first_run = not choices
-        losses = []
+        scores = []
         for i, (weights, router) in enumerate(zip(self.block.unbind(), self.router.unbind(), strict=True)):
             score_BS = self._score(x_BSD, router, taken_BS)
             if first_run:
@@ -81,10 +81,10 @@ class SparseRound(nn.Module):
             selection = choices[i]
             if statistics and first_run:
                 statistics.record_soft(score_BS, selection, router.scale)
-            losses.append(routing_loss(score_BS, selection))
+            scores.append(score_BS)
             x_BSD = self._update(x_BSD, score_BS, selection, weights, router.scale, cache and cache.layer(self, i))
             taken_BS = taken_BS + selection_mask(selection, taken_BS.shape[1])
-        return self._attach(x_BSD, losses), taken_BS
+        return self._attach(x_BSD, lambda: sum(map(routing_loss, scores, choices))), taken_BS
 
     def _run_batched(self, x_BSD, taken_BS, choices, statistics, cache):
         """All layers of an exclusive round at once, under top-k."""
@@ -95,9 +95,8 @@ class SparseRound(nn.Module):
             if statistics:
                 statistics.record_exclusive(score_BSR, choices[0], router.scale, self.last_takes_rest)
         owner_BS, selection = choices
-        losses = routing_losses(score_BSR, owner_BS, self.last_takes_rest)
         x_BSD = self._update(x_BSD, score_BSR.permute(2, 0, 1), selection, self.block.weights(), router.scale, None)
-        return self._attach(x_BSD, losses), taken_BS + (owner_BS < self.layers)
+        return self._end_exclusive(x_BSD, taken_BS, score_BSR, owner_BS)
 
     def _run_one_by_one(self, x_BSD, taken_BS, choices, statistics, cache):
         """The same function, layer after layer: each reads the tokens as the layers before it left them."""
@@ -114,8 +113,11 @@ class SparseRound(nn.Module):
         score_BSR = torch.stack(scores, -1)
         if statistics and first_run:
             statistics.record_exclusive(score_BSR, owner_BS, self.router.scale, self.last_takes_rest)
-        losses = routing_losses(score_BSR, owner_BS, self.last_takes_rest)
-        return self._attach(x_BSD, losses), taken_BS + (owner_BS < self.layers)
+        return self._end_exclusive(x_BSD, taken_BS, score_BSR, owner_BS)
+
+    def _end_exclusive(self, x_BSD, taken_BS, score_BSR, owner_BS):
+        x_BSD = self._attach(x_BSD, lambda: routing_losses(score_BSR, owner_BS, self.last_takes_rest).sum())
+        return x_BSD, taken_BS + (owner_BS < self.layers)
 
     def _score(self, x_BSD: Tensor, router: RouterWeights, taken: Tensor) -> Tensor:
         return router_logits(x_BSD, router.weight, router.bias) - self.context.config.routing.bias_scale * taken
@@ -166,12 +168,12 @@ class SparseRound(nn.Module):
             delta_BKD = (gate_BK1 * (a_BKD + f_BKD)).to(x_BSD.dtype)
         return add_to_tokens(x_BSD, selection, delta_BKD)
 
-    def _attach(self, x_BSD: Tensor, losses: Sequence[Tensor] | Tensor) -> Tensor:
-        """x with the gradient of the routing loss, the sum over layers (eq. 42, 43)."""
+    def _attach(self, x_BSD: Tensor, loss: Callable[[], Tensor]) -> Tensor:
+        """x with the gradient of the routing loss, the sum over layers (eq. 42, 43). Evaluation does not compute it."""
         coefficient = self.context.config.routing.loss_coefficient
         if not torch.is_grad_enabled() or coefficient == 0:
             return x_BSD
-        return attach_loss(x_BSD, coefficient * sum(losses), self.context.auxiliary_scale)
+        return attach_loss(x_BSD, coefficient * loss(), self.context.auxiliary_scale)
 
 
 class AnchorGroup(nn.Module):

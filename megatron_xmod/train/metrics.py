@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import resource
-import time
 from pathlib import Path
 
 import torch
@@ -150,7 +149,6 @@ class Console:
 
     def __init__(self, rank: int):
         self.enabled = rank == 0
-        self.started = time.monotonic()
 
     def say(self, text: str) -> None:
         if self.enabled:
