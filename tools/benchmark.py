@@ -27,7 +27,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--warm-up", type=int, default=2, help="steps before them (default %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default %(default)s)")
     add("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on the CPU")
-    add("--peer", choices=("hf",), help="also time the dense shape in transformers")
+    add("--peer", nargs="+", choices=("hf", "hf:eager"), default=[],
+        help="also time the dense shape in transformers, with SDPA or its eager attention")
     add("--json", type=Path, metavar="FILE", help="save the rows here, and a Markdown table beside it")
     add("--trace", type=Path, metavar="FOLDER", help="write a profiler trace of a step of each variant")
     options, overrides = parser.parse_known_args(arguments)
@@ -49,16 +50,18 @@ def main(arguments: list[str]) -> None:
     from megatron_xmod.benchmark.subjects import hf_subject, make_tokens, variant_config, xmod_subject
     from megatron_xmod.config.schema import TrainConfig
     from megatron_xmod.runtime.distributed import pick_device
+    from megatron_xmod.runtime.memory import keep_freed_memory
 
     device = torch.device(pick_device(TrainConfig(device=options.device)))
+    if device.type == "cpu":
+        keep_freed_memory()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[
         options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     overrides += ["--data.seq_length", str(options.seq_length)]
     configs = {name: variant_config(options.config, name, overrides) for name in options.variants}
     subjects = [xmod_subject(name, config, device, dtype) for name, config in configs.items()]
     first = next(iter(configs.values()))
-    if options.peer:
-        subjects.append(hf_subject(first, device, dtype))
+    subjects += [hf_subject(peer, first, device, dtype) for peer in options.peer]
     tokens = make_tokens(first, options.batch, device)
     found = measure(subjects, tokens, options.steps, options.accumulation, options.warm_up, device)
     tokens_per_step = options.batch * options.accumulation * options.seq_length

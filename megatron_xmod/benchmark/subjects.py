@@ -80,29 +80,34 @@ def xmod_subject(name: str, config: Config, device: torch.device, dtype: torch.d
     return Subject(name, model, optimizer, loss, train_flops_per_token(config.model, config.data.seq_length))
 
 
-def hf_subject(config: Config, device: torch.device, dtype: torch.dtype) -> Subject:
-    """The dense model of the same shape in `transformers` (Qwen3, SDPA), with torch's fused AdamW."""
+def hf_subject(name: str, config: Config, device: torch.device, dtype: torch.dtype) -> Subject:
+    """The dense model of the same shape in `transformers` (Qwen3), under the same optimizer and clipping.
+
+    Args:
+        name: "hf" for SDPA, "hf:eager" for the attention that is written out.
+    """
     try:
         from transformers import Qwen3Config, Qwen3ForCausalLM
     except ImportError:
         raise UserError("--peer hf needs the package transformers: pip install transformers") from None
     model = config.model
     shape = Qwen3Config(
-        vocab_size=model.padded_vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_size,
+        vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_size,
         num_hidden_layers=model.active_layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim, rope_theta=model.rope_theta, rms_norm_eps=model.norm_eps, tie_word_embeddings=False,
-        max_position_embeddings=config.data.seq_length, use_cache=False, attn_implementation="sdpa")
+        max_position_embeddings=config.data.seq_length, use_cache=False,
+        attn_implementation="eager" if name == "hf:eager" else "sdpa")
     peer = Qwen3ForCausalLM(shape).to(device, dtype)
-    settings = config.optimizer
-    optimizer = torch.optim.AdamW(peer.parameters(), settings.lr, settings.betas, settings.eps, settings.weight_decay,
-                                  fused=True)
+    for parameter in peer.parameters():  # what our optimizer reads of a parameter
+        parameter.kind, parameter.tensor_parallel_dim = "matrix" if parameter.dim() == 2 else "other", None
+    optimizer = build_optimizer(peer.named_parameters(), config.optimizer, Mesh(), zero_stage=0)
 
     def loss(tokens: Tensor) -> Tensor:
-        logits = peer(tokens[:, :-1]).logits[..., :model.vocab_size]
+        logits = peer(tokens[:, :-1]).logits
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     dense = replace(model, prefix_layers=None)
-    return Subject("hf:dense", peer, optimizer, loss, train_flops_per_token(dense, config.data.seq_length))
+    return Subject(name, peer, optimizer, loss, train_flops_per_token(dense, config.data.seq_length))
 
 
 def make_tokens(config: Config, batch: int, device: torch.device) -> Iterator[Tensor]:

@@ -143,4 +143,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x times the weight [out, in]; or layer by layer, x [R, ..., in] and weight [R, out, in]."""
     if weight.dim() == 2:
         return F.linear(x, weight)
-    return torch.bmm(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])
+    return _StackedLinear.apply(x.flatten(1, -2), weight).unflatten(1, x.shape[1:-1])
+
+
+class _StackedLinear(torch.autograd.Function):
+    """bmm(x, weight.mT). Autograd's own backward gives the weight's gradient transposed, and then copies it whole into
+    the layout of the weight."""
+
+    @staticmethod
+    def forward(ctx, x_RNI, weight_ROI):
+        ctx.save_for_backward(x_RNI, weight_ROI)
+        return torch.bmm(x_RNI, weight_ROI.mT)
+
+    @staticmethod
+    def backward(ctx, gradient_RNO):
+        x_RNI, weight_ROI = ctx.saved_tensors
+        return torch.bmm(gradient_RNO, weight_ROI), torch.bmm(gradient_RNO.mT, x_RNI)

@@ -17,6 +17,7 @@ import torch
 
 from megatron_xmod.config.schema import TrainConfig
 from megatron_xmod.errors import UserError
+from megatron_xmod.runtime.memory import keep_freed_memory
 from megatron_xmod.runtime.orphans import end_with_launcher
 
 
@@ -76,8 +77,10 @@ def start_distributed(train: TrainConfig) -> torch.device:
             raise UserError(f"this is process {local_rank} of its node, but torch sees {torch.cuda.device_count()} "
                             "GPUs. Start one process per GPU.")
         torch.cuda.set_device(local_rank)
-    elif int(os.environ["WORLD_SIZE"]) > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # threads of several processes that fight for the cores are slower than one each
+    else:
+        keep_freed_memory()
+        if int(os.environ["WORLD_SIZE"]) > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # threads of several processes that fight for the cores are slower than one each
     import deepspeed  # heavy, and it reads DS_ACCELERATOR when it is imported
 
     assert deepspeed.accelerator.get_accelerator().device_name() == kind, "deepspeed was imported before this"
