@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> None:
     from megatron_xmod.benchmark.measure import measure, write_trace
     from megatron_xmod.benchmark.subjects import hf_subject, make_tokens, variant_config, xmod_subject
     from megatron_xmod.config.schema import TrainConfig
+    from megatron_xmod.kernels.registry import choose_names, describe
     from megatron_xmod.runtime.distributed import pick_device
 
     device = torch.device(pick_device(TrainConfig(device=options.device)))
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> None:
     configs = {name: variant_config(options.config, name, overrides) for name in options.variants}
     subjects = [xmod_subject(name, config, device, dtype) for name, config in configs.items()]
     first = next(iter(configs.values()))
+    print(describe(choose_names(first, device, dtype)))
     if options.peer:
         subjects.append(hf_subject(first, device, dtype))
     tokens = make_tokens(first, options.batch, device)

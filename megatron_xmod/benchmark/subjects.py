@@ -17,6 +17,7 @@ from megatron_xmod.config.load import load_config
 from megatron_xmod.config.schema import Config
 from megatron_xmod.errors import UserError
 from megatron_xmod.flops import model_plan, train_flops_per_token
+from megatron_xmod.kernels.registry import choose_names, load
 from megatron_xmod.model.build import Transformer
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.parallel.loss import cross_entropy
@@ -71,7 +72,8 @@ def xmod_subject(name: str, config: Config, device: torch.device, dtype: torch.d
     """A model of this program in one process."""
     context = ModelContext(config.model, recompute=config.parallel.recompute)
     model = Transformer(context, config.train.seed).to(device, dtype)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, Mesh(), zero_stage=0)
+    kernels = load(choose_names(config, device, dtype))
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, Mesh(), zero_stage=0, adamw=kernels.adamw)
 
     def loss(tokens: Tensor) -> Tensor:
         logits = model(tokens[:, :-1])
