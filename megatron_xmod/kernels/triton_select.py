@@ -54,17 +54,20 @@ def _select(score, owner, positions, keys, batch, length, layers, count, batch_s
         threshold = tl.full((), 0, UINT)
         unit = tl.full((), 1, UINT) << (BITS - 2)
         for _ in range(BITS // 2):
-            first = tl.zeros([BLOCK], tl.int32)
-            second = tl.zeros([BLOCK], tl.int32)
-            third = tl.zeros([BLOCK], tl.int32)
+            one = threshold + unit
+            two = one + unit
+            three = two + unit
+            reach_one = tl.zeros([BLOCK], tl.int32)
+            reach_two = tl.zeros([BLOCK], tl.int32)
+            reach_three = tl.zeros([BLOCK], tl.int32)
             for start in range(0, length, BLOCK):
                 key = _load_keys(keys, start + token, length, UINT)
-                first += (key >= threshold + unit).to(tl.int32)
-                second += (key >= threshold + 2 * unit).to(tl.int32)
-                third += (key >= threshold + 3 * unit).to(tl.int32)
-            digit = (tl.sum(first, 0) >= count).to(UINT) + (tl.sum(second, 0) >= count).to(UINT) \
-                + (tl.sum(third, 0) >= count).to(UINT)
-            threshold += digit * unit
+                reach_one += (key >= one).to(tl.int32)
+                reach_two += (key >= two).to(tl.int32)
+                reach_three += (key >= three).to(tl.int32)
+            threshold = tl.where(tl.sum(reach_one, 0) >= count, one, threshold)
+            threshold = tl.where(tl.sum(reach_two, 0) >= count, two, threshold)
+            threshold = tl.where(tl.sum(reach_three, 0) >= count, three, threshold)
             unit = unit >> 2
 
         above = tl.zeros([BLOCK], tl.int32)
