@@ -103,6 +103,10 @@ IMPLEMENTATIONS: dict[str, dict[str, tuple[Callable[[Place], str | None], str]]]
               "apex": (_apex_adam, "adamw:apex")},
 }
 
+# What needs no optional package and runs everywhere.
+TORCH = {"rms_norm": "torch", "gather_norm": "torch", "scatter_add": "torch", "select": "torch", "attention": "sdpa",
+         "adamw": "torch_fused"}
+
 
 def choose_names(config: Config, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The name of the implementation of each operation.

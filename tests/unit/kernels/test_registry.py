@@ -8,7 +8,7 @@ import torch
 
 from megatron_xmod.config.schema import Config, KernelsConfig, ModelConfig
 from megatron_xmod.errors import UserError
-from megatron_xmod.kernels.registry import IMPLEMENTATIONS, Kernels, choose_names, describe, load
+from megatron_xmod.kernels.registry import IMPLEMENTATIONS, TORCH, Kernels, choose_names, describe, load
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PACKAGES = ("triton", "apex", "fused_layer_norm_cuda", "amp_C", "flash_attn")
@@ -46,8 +46,7 @@ def test_configuration_names_what_there_is():
 
 def test_cpu_runs_torch():
     names = choose(CPU, torch.float32)
-    assert names == {"rms_norm": "torch", "gather_norm": "torch", "scatter_add": "torch", "select": "torch",
-                     "attention": "sdpa", "adamw": "torch_fused"}
+    assert names == TORCH
     assert describe(names) == ("kernels: rms_norm torch, gather_norm torch, scatter_add torch, select torch, "
                                "attention sdpa, adamw torch_fused")
     assert all(callable(function) for function in load(names))
@@ -58,20 +57,20 @@ def test_every_name_stands_for_a_function(operation):
     for name in IMPLEMENTATIONS[operation]:
         if name == "triton":
             pytest.importorskip("triton")
-        assert callable(getattr(load({**choose(CPU), operation: name}), operation))
+        assert callable(getattr(load({**TORCH, operation: name}), operation))
 
 
 def test_gpu_runs_what_is_installed(machine):
     machine()
-    assert choose() == choose(CPU)
+    assert choose() == TORCH
     machine(TRITON)
-    ours = {**choose(CPU), **dict.fromkeys(("rms_norm", "gather_norm", "scatter_add", "select"), "triton")}
+    ours = {**TORCH, **dict.fromkeys(("rms_norm", "gather_norm", "scatter_add", "select"), "triton")}
     assert choose() == ours
     machine(fakes.NVIDIA_APEX)
-    assert choose() == {**choose(CPU), "rms_norm": "apex"}
+    assert choose() == {**TORCH, "rms_norm": "apex"}
     machine(TRITON, fakes.NVIDIA_APEX, fakes.FLASH_ATTN)
     assert choose() == {**ours, "attention": "flash_attn"}
-    assert choose(CPU) == choose(CPU, torch.float32)
+    assert choose(CPU) == TORCH
     chosen = choose(rms_norm="apex", select="torch", attention="sdpa", adamw="apex")
     assert chosen == {**ours, "rms_norm": "apex", "select": "torch", "adamw": "apex"}
 
@@ -91,7 +90,7 @@ def test_flash_attn_has_limits(machine, monkeypatch):
 
 def test_apex_of_pypi_is_told_apart(machine):
     machine(fakes.PYPI_APEX)
-    assert choose() == choose(CPU)
+    assert choose() == TORCH
     for operation in ("rms_norm", "adamw"):
         with pytest.raises(UserError, match=r"No module named 'apex\.\w+'.*NVIDIA's apex.*PyPI's apex is another"):
             choose(**{operation: "apex"})
