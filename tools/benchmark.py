@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> None:
     from megatron_xmod.benchmark.measure import measure, write_trace
     from megatron_xmod.benchmark.subjects import hf_subject, make_tokens, variant_config, xmod_subject
     from megatron_xmod.config.schema import TrainConfig
+    from megatron_xmod.kernels.registry import choose_names, describe
     from megatron_xmod.runtime.distributed import pick_device
     from megatron_xmod.runtime.memory import keep_freed_memory
 
@@ -62,6 +63,7 @@ def main(arguments: list[str]) -> None:
     subjects = [xmod_subject(name, config, device, dtype) for name, config in configs.items()]
     first = next(iter(configs.values()))
     subjects += [hf_subject(peer, first, device, dtype) for peer in options.peer]
+    print(describe(choose_names(first, device, dtype)))
     tokens = make_tokens(first, options.batch, device)
     found = measure(subjects, tokens, options.steps, options.accumulation, options.warm_up, device)
     tokens_per_step = options.batch * options.accumulation * options.seq_length

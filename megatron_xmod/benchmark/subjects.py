@@ -17,6 +17,7 @@ from megatron_xmod.config.load import load_config
 from megatron_xmod.config.schema import Config
 from megatron_xmod.errors import UserError
 from megatron_xmod.flops import model_plan, train_flops_per_token
+from megatron_xmod.kernels.registry import choose_names, load
 from megatron_xmod.model.build import Transformer
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.parallel.loss import cross_entropy
@@ -69,9 +70,11 @@ def variant_config(base: list[str], variant: str, overrides: list[str]) -> Confi
 
 def xmod_subject(name: str, config: Config, device: torch.device, dtype: torch.dtype) -> Subject:
     """A model of this program in one process."""
-    context = ModelContext(config.model, recompute=config.parallel.recompute)
+    kernels = load(choose_names(config, device, dtype))
+    context = ModelContext(config.model, recompute=config.parallel.recompute, kernels=kernels,
+                           compile=config.kernels.compile)
     model = Transformer(context, config.train.seed).to(device, dtype)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, Mesh(), zero_stage=0)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, Mesh(), zero_stage=0, adamw=kernels.adamw)
 
     def loss(tokens: Tensor) -> Tensor:
         logits = model(tokens[:, :-1])
@@ -100,7 +103,8 @@ def hf_subject(name: str, config: Config, device: torch.device, dtype: torch.dty
     peer = Qwen3ForCausalLM(shape).to(device, dtype)
     for parameter in peer.parameters():  # what our optimizer reads of a parameter
         parameter.kind, parameter.tensor_parallel_dim = "matrix" if parameter.dim() == 2 else "other", None
-    optimizer = build_optimizer(peer.named_parameters(), config.optimizer, Mesh(), zero_stage=0)
+    kernels = load(choose_names(config, device, dtype))
+    optimizer = build_optimizer(peer.named_parameters(), config.optimizer, Mesh(), zero_stage=0, adamw=kernels.adamw)
 
     def loss(tokens: Tensor) -> Tensor:
         logits = peer(tokens[:, :-1]).logits

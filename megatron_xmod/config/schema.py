@@ -266,6 +266,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """What does each operation. auto takes the first named here that works on the device, with the run's numbers.
+
+    Args:
+        rms_norm: RMSNorm of all tokens. triton: a kernel of ours. apex: NVIDIA's FusedRMSNorm.
+        gather_norm: Taking a layer's tokens and their RMSNorm. triton: one kernel of ours.
+        scatter_add: Adding the gated update to the layer's tokens. triton: one kernel of ours.
+        select: Sharing out the tokens of an exclusive round. triton: one kernel of ours for all its layers.
+        attention: flash_attn: the package of that name, in bf16. sdpa: torch's scaled_dot_product_attention.
+        adamw: torch_fused and torch_foreach: torch's own. apex: NVIDIA's FusedAdam, only where it is named.
+        compile: Run dense blocks and the updates of sparse layers through torch.compile, which makes norms, gathering
+            and scattering its own (auto then means torch for them).
+    """
+
+    rms_norm: Literal["auto", "triton", "apex", "torch"] = "auto"
+    gather_norm: Literal["auto", "triton", "torch"] = "auto"
+    scatter_add: Literal["auto", "triton", "torch"] = "auto"
+    select: Literal["auto", "triton", "torch"] = "auto"
+    attention: Literal["auto", "flash_attn", "sdpa"] = "auto"
+    adamw: Literal["auto", "torch_fused", "torch_foreach", "apex"] = "auto"
+    compile: bool = False
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run.
 
@@ -275,6 +299,7 @@ class Config:
         optimizer: The optimizer and the learning-rate schedule.
         parallel: The parallel layout.
         train: Length, batch, precision, files.
+        kernels: Which implementation does each operation.
         deepspeed: Extra keys for DeepSpeed's configuration. A key that is derived from the settings above is refused.
     """
 
@@ -283,6 +308,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -303,6 +329,8 @@ class Config:
                      f"parallel.tensor_parallel_size ({tp}).")
         _require(self.model.vocab_multiple % tp == 0, f"model.vocab_multiple ({self.model.vocab_multiple}) must be a "
                  f"multiple of parallel.tensor_parallel_size ({tp}).")
+        _require(tp == 1 or not self.kernels.compile, "kernels.compile makes one graph of a block, which the "
+                 f"collectives of parallel.tensor_parallel_size {tp} would cut. Set kernels.compile to false.")
         if self.optimizer.name == "muon":
             _require(tp == 1, "optimizer.name muon works on whole matrices, but parallel.tensor_parallel_size is "
                      f"{tp}. Use adamw, or tensor_parallel_size 1.")

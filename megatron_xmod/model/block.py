@@ -83,60 +83,55 @@ class Block(nn.Module):
         start = 0 if cache is None else cache.length
         positions_S = torch.arange(start, start + x_BSD.shape[1], device=x_BSD.device)
         angles = self.context.rope(positions_S.unsqueeze(0), start + x_BSD.shape[1], x_BSD.dtype)
-        weights = self.weights()
-        x_BSD = x_BSD + attention_update(x_BSD, weights, angles, self.context, cache and cache.layer(self, 0))
-        return x_BSD + mlp_update(x_BSD, weights, self.context)
+        run = self.context.maybe_compiled(_dense_block, cache)
+        return run(x_BSD, self.weights(), angles, self.context, cache and cache.layer(self, 0))
 
 
-def attention_update(x_BSD: Tensor, w: LayerWeights, angles: tuple[Tensor, Tensor], context: ModelContext,
+def _dense_block(x_BSD, w: LayerWeights, angles, context: ModelContext, cache):
+    x_BSD = x_BSD + attention_update(context.norm(x_BSD, w.attention_norm), w, angles, context, cache)
+    return x_BSD + mlp_update(context.norm(x_BSD, w.mlp_norm), w, context)
+
+
+def attention_update(normed_BSD: Tensor, w: LayerWeights, angles: tuple[Tensor, Tensor], context: ModelContext,
                      cache=None) -> Tensor:
-    """What causal self-attention adds to x, [B, S, D].
+    """What causal self-attention adds to the tokens whose RMSNorm this is, [B, S, D].
 
-    With the weights of a stack, each [R, ...], x is [R, B, S, D] and layer r works on x[r]; so do the other functions.
+    With the weights of a stack, each [R, ...], there is R in front and layer r works on its part; so do the others.
 
     Args:
         angles: Cosine and sine of the tokens' positions, [B or 1, S, E/2].
         cache: This layer's LayerCache; keys and values of earlier tokens are read from it and the new ones added.
     """
     group, E = context.mesh.tensor_group, context.config.head_dim
-    x_BSD = copy_to_tensor_parallel(rms_norm(x_BSD, w.attention_norm, context), group)
+    x_BSD = copy_to_tensor_parallel(normed_BSD, group)
     # The head norms are the same on every rank, but each rank sees its own heads only: gradients are summed too.
     q_norm, k_norm = copy_to_tensor_parallel(w.q_norm, group), copy_to_tensor_parallel(w.k_norm, group)
-    q_BSHE = rotate(rms_norm(linear(x_BSD, w.q_proj).unflatten(-1, (-1, E)), q_norm, context), *angles)
-    k_BSGE = rotate(rms_norm(linear(x_BSD, w.k_proj).unflatten(-1, (-1, E)), k_norm, context), *angles)
+    q_BSHE = rotate(context.norm(linear(x_BSD, w.q_proj).unflatten(-1, (-1, E)), q_norm), *angles)
+    k_BSGE = rotate(context.norm(linear(x_BSD, w.k_proj).unflatten(-1, (-1, E)), k_norm), *angles)
     v_BSGE = linear(x_BSD, w.v_proj).unflatten(-1, (-1, E))
     if cache is not None:
         k_BSGE, v_BSGE = cache.append(k_BSGE, v_BSGE)
-    y_BSHE = causal_attention(q_BSHE, k_BSGE, v_BSGE)
+    # Without earlier tokens it is the attention of a whole sequence.
+    whole = q_BSHE.shape[-3] == k_BSGE.shape[-3]
+    y_BSHE = (context.kernels.attention if whole else attend_to_earlier)(q_BSHE, k_BSGE, v_BSGE)
     return reduce_from_tensor_parallel(linear(y_BSHE.flatten(-2), w.o_proj), group)
 
 
-def causal_attention(q_BSHE: Tensor, k_BTGE: Tensor, v_BTGE: Tensor) -> Tensor:
+def attend_to_earlier(q_BSHE: Tensor, k_BTGE: Tensor, v_BTGE: Tensor) -> Tensor:
     """Causal attention of the last S of T tokens, [B, S, H, E]; query head h reads key/value head h // (H/G)."""
-    S, T = q_BSHE.shape[-3], k_BTGE.shape[-3]
-    mask = None
-    if 1 < S < T:
-        mask = torch.ones(S, T, dtype=torch.bool, device=q_BSHE.device).tril(T - S)
-    y_BHSE = F.scaled_dot_product_attention(
-        *(x.flatten(0, -4).transpose(1, 2) for x in (q_BSHE, k_BTGE, v_BTGE)), attn_mask=mask, is_causal=S == T,
-        enable_gqa=q_BSHE.shape[-2] != k_BTGE.shape[-2])
-    return y_BHSE.transpose(1, 2).view(q_BSHE.shape)
+    S, T = q_BSHE.shape[1], k_BTGE.shape[1]
+    mask = None if S == 1 else torch.ones(S, T, dtype=torch.bool, device=q_BSHE.device).tril(T - S)
+    y_BHSE = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q_BSHE, k_BTGE, v_BTGE)), attn_mask=mask,
+                                            enable_gqa=q_BSHE.shape[2] != k_BTGE.shape[2])
+    return y_BHSE.transpose(1, 2)
 
 
-def mlp_update(x_BSD: Tensor, w: LayerWeights, context: ModelContext) -> Tensor:
-    """What the SwiGLU feed-forward adds to x, [B, S, D]."""
+def mlp_update(normed_BSD: Tensor, w: LayerWeights, context: ModelContext) -> Tensor:
+    """What the SwiGLU feed-forward adds to the tokens whose RMSNorm this is, [B, S, D]."""
     group = context.mesh.tensor_group
-    x_BSD = copy_to_tensor_parallel(rms_norm(x_BSD, w.mlp_norm, context), group)
+    x_BSD = copy_to_tensor_parallel(normed_BSD, group)
     hidden_BSF = F.silu(linear(x_BSD, w.gate_proj)) * linear(x_BSD, w.up_proj)
     return reduce_from_tensor_parallel(linear(hidden_BSF, w.down_proj), group)
-
-
-def rms_norm(x: Tensor, weight: Tensor, context: ModelContext) -> Tensor:
-    """RMSNorm over the last dimension; weight [D], or [R, D] for x [R, ..., D]."""
-    if weight.dim() == 1:
-        return F.rms_norm(x, weight.shape, weight, context.config.norm_eps)
-    stacked = weight.view(weight.shape[0], *[1] * (x.dim() - 2), weight.shape[1])
-    return F.rms_norm(x, weight.shape[1:], None, context.config.norm_eps) * stacked
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

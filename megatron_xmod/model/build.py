@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron_xmod.model.block import Block, rms_norm
+from megatron_xmod.model.block import Block
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.model.sparse import AnchorGroup
 from megatron_xmod.parallel.collectives import copy_to_tensor_parallel
@@ -24,7 +24,7 @@ class FinalNorm(nn.Module):
 
     def forward(self, x_BSD: Tensor, cache=None) -> Tensor:
         """[B, S, D] -> [B, S, D]"""
-        return rms_norm(x_BSD, self.weight, self.context)
+        return self.context.norm(x_BSD, self.weight)
 
 
 class Head(nn.Module):

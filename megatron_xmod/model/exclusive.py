@@ -3,7 +3,7 @@
 A token that no layer of the round has taken yet has not changed since the round began, so all routers can read it then;
 and a layer changes only its own tokens.
 
-Shapes: B batch, S sequence, K tokens kept per layer and sequence, R layers in the round. `owner_BS` names the layer of
+Shapes: B batch, S sequence, R layers in the round. `owner_BS` names the layer of
 the round that takes a token, R for none.
 """
 
@@ -12,18 +12,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatron_xmod.model.router import Selection, select_top_k
-
-
-def own_by_top_k(score_BSR: Tensor, count: int) -> Tensor:
-    """Each layer in turn takes the `count` tokens it scores highest among those that are left; [B, S] int64."""
-    layers = score_BSR.shape[-1]
-    owner_BS = torch.full(score_BSR.shape[:2], layers, device=score_BSR.device)
-    for layer in range(layers):
-        left_BS = score_BSR[..., layer].detach().masked_fill(owner_BS < layers, float("-inf"))
-        owner_BS.scatter_(1, select_top_k(left_BS, count).positions_BK, layer)
-    return owner_BS
 
 
 def own_by_threshold(score_BSR: Tensor, last_takes_rest: bool) -> Tensor:
@@ -38,13 +26,6 @@ def own_by_threshold(score_BSR: Tensor, last_takes_rest: bool) -> Tensor:
         enters_BSR[..., -1] = True
     first_BS = enters_BSR.to(torch.int8).argmax(-1)
     return first_BS.masked_fill(~enters_BSR.any(-1), score_BSR.shape[-1])
-
-
-def select_owned(owner_BS: Tensor, layers: int, count: int) -> Selection:
-    """The tokens of every layer, positions [R, B, K] in ascending order; each layer owns `count` of every sequence."""
-    # A stable sort by owner lines up the layers' tokens, each layer's in order of position.
-    order_BS = owner_BS.sort(dim=1, stable=True).indices
-    return Selection(order_BS[:, :layers * count].unflatten(1, (layers, count)).transpose(0, 1))
 
 
 def routing_losses(score_BSR: Tensor, owner_BS: Tensor, last_takes_rest: bool) -> Tensor:

@@ -111,28 +111,10 @@ def selection_mask(selection: Selection, length: int) -> Tensor:
     return positions.new_zeros(positions.shape[0], length).scatter_add_(1, positions, entered) > 0
 
 
-def gather_tokens(x_BSD: Tensor, selection: Selection) -> Tensor:
-    """The selected tokens, [B, K, D] (or [R, B, K, D])."""
-    return _rows(x_BSD).index_select(0, _flat_positions(x_BSD, selection).flatten()) \
-        .view(*selection.positions_BK.shape, -1)
-
-
-def add_to_tokens(x_BSD: Tensor, selection: Selection, delta_BKD: Tensor) -> Tensor:
-    """x with delta added to the selected tokens; the others keep their bits."""
-    index = _flat_positions(x_BSD, selection)
-    if selection.valid_BK is not None:
-        index, delta_BKD = index[selection.valid_BK], delta_BKD[selection.valid_BK]
-    return _rows(x_BSD).index_add(0, index.flatten(), _rows(delta_BKD)).view_as(x_BSD)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _flat_positions(x_BSD: Tensor, selection: Selection) -> Tensor:
-    """Row numbers of the selected tokens in x seen as [B*S, D]."""
-    starts = torch.arange(x_BSD.shape[0], device=x_BSD.device).unsqueeze(-1) * x_BSD.shape[1]
-    return selection.positions_BK + starts
+def flat_positions(selection: Selection, length: int) -> Tensor:
+    """Row numbers of the selected tokens, filling included, in x seen as [B*S, D]; shape of the positions."""
+    batch = selection.positions_BK.shape[-2]
+    return selection.positions_BK + length * torch.arange(batch, device=selection.positions_BK.device).unsqueeze(-1)
 
 
 def routing_loss(score_BS: Tensor, selection: Selection) -> Tensor:

@@ -14,14 +14,13 @@ from torch.profiler import record_function
 
 from megatron_xmod.model.block import Block, LayerWeights, attention_update, mlp_update
 from megatron_xmod.model.context import ModelContext
-from megatron_xmod.model.exclusive import own_by_top_k, routing_losses, select_owned
+from megatron_xmod.model.exclusive import routing_losses
 from megatron_xmod.model.router import (
     Router,
     RouterWeights,
     Selection,
-    add_to_tokens,
     attach_loss,
-    gather_tokens,
+    flat_positions,
     router_logits,
     routing_loss,
     select_threshold,
@@ -91,9 +90,9 @@ class SparseRound(nn.Module):
         router = self.router.stacked()
         score_BSR = self._score(x_BSD, router, taken_BS.unsqueeze(-1))
         if not choices:
-            choices += self._own(score_BSR)
+            choices += self._select_round(score_BSR)
             if statistics:
-                statistics.record_exclusive(score_BSR, choices[0], router.scale, self.last_takes_rest)
+                statistics.record_exclusive(score_BSR, choices[0], choices[0], router.scale, self.last_takes_rest)
         owner_BS, selection = choices
         x_BSD = self._update(x_BSD, score_BSR.permute(2, 0, 1), selection, self.block.weights(), router.scale, None)
         return self._end_exclusive(x_BSD, taken_BS, score_BSR, owner_BS)
@@ -112,7 +111,8 @@ class SparseRound(nn.Module):
             x_BSD = self._update(x_BSD, scores[i], choices[i], weights, router.scale, cache and cache.layer(self, i))
         score_BSR = torch.stack(scores, -1)
         if statistics and first_run:
-            statistics.record_exclusive(score_BSR, owner_BS, self.router.scale, self.last_takes_rest)
+            by_top_k_BS = owner_BS if self.context.routing == "top_k" else self._select_round(score_BSR)[0]
+            statistics.record_exclusive(score_BSR, owner_BS, by_top_k_BS, self.router.scale, self.last_takes_rest)
         return self._end_exclusive(x_BSD, taken_BS, score_BSR, owner_BS)
 
     def _end_exclusive(self, x_BSD, taken_BS, score_BSR, owner_BS):
@@ -122,15 +122,19 @@ class SparseRound(nn.Module):
     def _score(self, x_BSD: Tensor, router: RouterWeights, taken: Tensor) -> Tensor:
         return router_logits(x_BSD, router.weight, router.bias) - self.context.config.routing.bias_scale * taken
 
-    def _count(self, x_BSD: Tensor) -> int | None:
-        """Tokens that each layer takes of a sequence; None under the threshold, where that varies."""
-        return x_BSD.shape[1] // self.context.config.routing.K if self.context.routing == "top_k" else None
+    def _count(self, length: int) -> int:
+        """Tokens that each layer takes of a sequence under top-k."""
+        K = self.context.config.routing.K
+        if length % K:
+            raise ValueError(f"layers that take 1/{K} of the tokens can't share sequences of {length} tokens")
+        return length // K
 
     @torch.no_grad()
     @record_function(SELECTION)
     def _select(self, score_BS: Tensor) -> Selection:
-        count = self._count(score_BS)
-        return select_threshold(score_BS) if count is None else select_top_k(score_BS, count)
+        if self.context.routing == "threshold":
+            return select_threshold(score_BS)
+        return select_top_k(score_BS, self._count(score_BS.shape[1]))
 
     @torch.no_grad()
     def _select_free(self, score_BS: Tensor, free_BS: Tensor, last: bool) -> Selection:
@@ -140,11 +144,10 @@ class SparseRound(nn.Module):
 
     @torch.no_grad()
     @record_function(SELECTION)
-    def _own(self, score_BSR: Tensor) -> tuple[Tensor, Selection]:
-        """The layer of the round that takes each token, [B, S], and the tokens of each layer, [R, B, K]."""
-        count = self._count(score_BSR)
-        owner_BS = own_by_top_k(score_BSR, count)
-        return owner_BS, select_owned(owner_BS, self.layers, count)
+    def _select_round(self, score_BSR: Tensor) -> tuple[Tensor, Selection]:
+        """The layer of the round that takes each token under top-k, [B, S], and the tokens of each, [R, B, K]."""
+        owner_BS, positions_RBK = self.context.kernels.select(score_BSR, self._count(score_BSR.shape[1]))
+        return owner_BS, Selection(positions_RBK)
 
     def _update(self, x_BSD, score_BS, selection, weights: LayerWeights, scale, cache):
         """x with the gated update of the selected tokens (eq. 6, 7).
@@ -153,20 +156,10 @@ class SparseRound(nn.Module):
         """
         if not selection.positions_BK.shape[-1]:
             return x_BSD
-        context = self.context
-        x_BKD = gather_tokens(x_BSD, selection)
         start = 0 if cache is None else cache.start
-        angles = context.rope(start + selection.positions_BK, start + x_BSD.shape[1], x_BSD.dtype)
-        a_BKD = attention_update(x_BKD, weights, angles, context, cache)
-        f_BKD = mlp_update(x_BKD + a_BKD, weights, context)
-        gate_BK1 = score_BS.gather(-1, selection.positions_BK).sigmoid().unsqueeze(-1)
-        if scale is not None:
-            gate_BK1 = gate_BK1 * scale.view(*scale.shape, *[1] * (gate_BK1.dim() - scale.dim()))
-        if context.config.routing.gate == "ffn":
-            delta_BKD = a_BKD + (gate_BK1 * f_BKD).to(x_BSD.dtype)
-        else:
-            delta_BKD = (gate_BK1 * (a_BKD + f_BKD)).to(x_BSD.dtype)
-        return add_to_tokens(x_BSD, selection, delta_BKD)
+        angles = self.context.rope(start + selection.positions_BK, start + x_BSD.shape[1], x_BSD.dtype)
+        run = self.context.maybe_compiled(_sparse_update, cache)
+        return run(x_BSD, score_BS, selection, weights, scale, angles, self.context, cache)
 
     def _attach(self, x_BSD: Tensor, loss: Callable[[], Tensor]) -> Tensor:
         """x with the gradient of the routing loss, the sum over layers (eq. 42, 43). Evaluation does not compute it."""
@@ -174,6 +167,25 @@ class SparseRound(nn.Module):
         if not torch.is_grad_enabled() or coefficient == 0:
             return x_BSD
         return attach_loss(x_BSD, coefficient * loss(), self.context.auxiliary_scale)
+
+
+def _sparse_update(x_BSD, score_BS, selection: Selection, w: LayerWeights, scale, angles, context: ModelContext, cache):
+    kernels, shape, x_ND = context.kernels, selection.positions_BK.shape, x_BSD.flatten(0, 1)
+    index = flat_positions(selection, x_BSD.shape[1])
+    rows_MD, normed_MD = kernels.gather_norm(x_ND, index.flatten(), w.attention_norm, context.config.norm_eps)
+    a_BKD = attention_update(normed_MD.view(*shape, -1), w, angles, context, cache)
+    f_BKD = mlp_update(context.norm(rows_MD.view(*shape, -1) + a_BKD, w.mlp_norm), w, context)
+    gate_BK = score_BS.gather(-1, selection.positions_BK).sigmoid()
+    if scale is not None:
+        gate_BK = gate_BK * scale.view(*scale.shape, *[1] * (gate_BK.dim() - scale.dim()))
+    if context.config.routing.gate == "ffn":
+        delta_BKD, gate_BK = a_BKD + (gate_BK.unsqueeze(-1) * f_BKD).to(a_BKD.dtype), None
+    else:
+        delta_BKD = a_BKD + f_BKD
+    chosen = slice(None) if selection.valid_BK is None else selection.valid_BK
+    index, delta_BKD, gate_BK = (None if part is None else part[chosen] for part in (index, delta_BKD, gate_BK))
+    return kernels.scatter_add(x_ND, index.flatten(), delta_BKD.reshape(-1, x_ND.shape[1]),
+                               None if gate_BK is None else gate_BK.flatten()).view_as(x_BSD)
 
 
 class AnchorGroup(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_xmod.model.exclusive import own_by_threshold, own_by_top_k, routing_losses
+from megatron_xmod.model.exclusive import own_by_threshold, routing_losses
 from megatron_xmod.model.router import Selection, routing_loss, select_top_k, selection_mask
 
 
@@ -33,14 +33,13 @@ class GroupStatistics:
                      routing_loss(score_BS, selection))
 
     @torch.no_grad()
-    def record_exclusive(self, score_BSR: Tensor, owner_BS: Tensor, scale_R: Tensor | None,
+    def record_exclusive(self, score_BSR: Tensor, owner_BS: Tensor, by_top_k_BS: Tensor, scale_R: Tensor | None,
                          last_takes_rest: bool) -> None:
-        """Takes in the layers of an exclusive round: which of them took each token."""
+        """Takes in the layers of an exclusive round: which of them took each token, and which would under top-k."""
         by_threshold = own_by_threshold(score_BSR, last_takes_rest)
-        by_top_k = own_by_top_k(score_BSR, self.length // self.K)
         losses = routing_losses(score_BSR, owner_BS, last_takes_rest)
         for layer in range(score_BSR.shape[-1]):
-            self._record(owner_BS == layer, by_threshold == layer, by_top_k == layer, score_BSR[..., layer],
+            self._record(owner_BS == layer, by_threshold == layer, by_top_k_BS == layer, score_BSR[..., layer],
                          None if scale_R is None else scale_R[layer], losses[layer])
 
     def _record(self, taken, by_threshold, by_top_k, score_BS, scale, loss) -> None:

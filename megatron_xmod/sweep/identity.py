@@ -23,6 +23,7 @@ def is_dense(config: Config) -> bool:
 def essence(config: Config) -> dict[str, Any]:
     """All settings that results depend on, by their full names. Routing counts only where there are sparse layers."""
     tree = config_to_dict(config)
+    del tree["kernels"]  # they differ in speed, and in rounding as any two machines do
     for name in _RHYTHM:
         del tree["train"][name]
     if is_dense(config):

@@ -13,6 +13,7 @@ from megatron_xmod.config.deepspeed import deepspeed_config, gradient_accumulati
 from megatron_xmod.config.schema import Config
 from megatron_xmod.errors import UserError
 from megatron_xmod.flops import layer_flops
+from megatron_xmod.kernels.registry import choose_names, load
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.parallel.cut import cut_stages, imbalance
 from megatron_xmod.parallel.mesh import build_mesh
@@ -29,12 +30,14 @@ class Trainable:
     Attributes:
         bounds: Pipeline stage i owns layers bounds[i] to bounds[i + 1].
         imbalance: FLOPs of the heaviest stage over the mean.
+        kernels: The implementation of each operation, by name.
     """
 
     engine: deepspeed.PipelineEngine
     context: ModelContext
     bounds: list[int]
     imbalance: float
+    kernels: dict[str, str]
 
     def learning_rates(self) -> dict[str, float]:
         """lr of AdamW, and muon_lr where Muon is used."""
@@ -46,18 +49,23 @@ def build_trainable(config: Config) -> Trainable:
     """Builds model, optimizer, schedule and engine. Every process calls it, after `start_distributed`.
 
     Raises:
-        UserError: the layout or the batch can't be shared by the processes, or DeepSpeed refuses a key.
+        UserError: the layout or the batch can't be shared by the processes, a kernel can't be used, or DeepSpeed
+            refuses a key.
     """
     mesh = build_mesh(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
-    context = ModelContext(config.model, mesh, recompute=config.parallel.recompute)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.train.precision]
+    device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
+    names = choose_names(config, device, dtype)
+    kernels = load(names)
+    context = ModelContext(config.model, mesh, recompute=config.parallel.recompute, kernels=kernels,
+                           compile=config.kernels.compile)
     context.auxiliary_scale = 1 / gradient_accumulation(config, mesh.data_size)
     costs = layer_flops(config.model, config.data.seq_length)
     bounds = cut_stages(costs, mesh.pipeline_size)
     # Under bf16 the engine casts the model first and then copies its fp32 master weights from that.
-    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
-    model = Pipeline(context, bounds, config.train.seed, dtype)
+    model = Pipeline(context, bounds, config.train.seed, torch.promote_types(dtype, torch.float32))
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, mesh,
-                                zero_stage=config.parallel.zero_stage)
+                                zero_stage=config.parallel.zero_stage, adamw=kernels.adamw)
     try:
         with quiet_stdout():
             engine, *_ = deepspeed.initialize(
@@ -69,7 +77,7 @@ def build_trainable(config: Config) -> Trainable:
         raise UserError(f"DeepSpeed refuses {key} in the deepspeed section: {first['msg']}.") from None
     if config.train.precision == "fp64":
         _reduce_in_fp64(engine)
-    return Trainable(engine, context, bounds, imbalance(costs, bounds))
+    return Trainable(engine, context, bounds, imbalance(costs, bounds), names)
 
 
 def _reduce_in_fp64(engine: deepspeed.PipelineEngine) -> None:

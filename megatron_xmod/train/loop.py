@@ -18,6 +18,7 @@ from megatron_xmod.data.build import build_datasets
 from megatron_xmod.data.sampler import BatchSampler, read_batches
 from megatron_xmod.errors import UserError
 from megatron_xmod.flops import train_flops_per_token
+from megatron_xmod.kernels.registry import describe
 from megatron_xmod.runtime.folder import claim_folder
 from megatron_xmod.train.engine import Trainable, build_trainable
 from megatron_xmod.train.evaluate import evaluate
@@ -144,6 +145,7 @@ class Trainer:
             f"depth {float(plan.active_layers):g} | tensor {mesh.tensor_size} x pipeline {mesh.pipeline_size} x data "
             f"{mesh.data_size} | stages {trainable.bounds}, heaviest {trainable.imbalance:.2f}x the mean | "
             f"{self.config.train.precision} on {self.device.type}, ZeRO {self.config.parallel.zero_stage}")
+        self.console.say(describe(trainable.kernels))
 
     def _train_step(self, batches: Iterator) -> None:
         """One optimizer step; on steps that are logged, with routing statistics."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.adamw import adamw
 
 from megatron_xmod.config.schema import OptimizerConfig
+from megatron_xmod.kernels.adamw import AdamW, torch_fused
 from megatron_xmod.parallel.mesh import Mesh
 
 # Quintic iteration with the steepest slope at zero: five steps bring all singular values near 1 (about 0.7 to 1.2),
@@ -25,7 +25,7 @@ _SMALLEST_NORM = 1e-7  # a matrix whose gradients were all zero stays zero
 
 
 def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig, mesh: Mesh, *,
-                    zero_stage: int) -> GroupedOptimizer:
+                    zero_stage: int, adamw: AdamW = torch_fused) -> GroupedOptimizer:
     """The optimizer over this process's parameters; frozen ones are left out.
 
     Under ZeRO stage 0 it measures the gradient norm and clips. With ZeRO the engine does both, and calls `step` on
@@ -39,12 +39,12 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: O
     # A pipeline stage may lack a kind, and DeepSpeed drops empty groups, after which a scheduler's would not match.
     groups = [group for group in _parameter_groups(kinds, config) if group["params"]]
     if zero_stage > 0:
-        return GroupedOptimizer(groups, mesh)
-    return GroupedOptimizer(groups, mesh, max_norm=config.gradient_clipping, measure_norm=True)
+        return GroupedOptimizer(groups, mesh, adamw)
+    return GroupedOptimizer(groups, mesh, adamw, max_norm=config.gradient_clipping, measure_norm=True)
 
 
 def _parameter_groups(kinds: dict[str, list[Parameter]], config: OptimizerConfig) -> list[dict]:
-    # "fused" is read by our step and by torch's load_state_dict, which then keeps "step" on the parameter's device.
+    # "fused" is read by torch's load_state_dict, which then keeps "step" on the parameter's device.
     adam = {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "fused": True}
     decayed, groups = kinds["matrix"] + kinds["embedding"], []
     if config.name == "muon":
@@ -66,11 +66,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
             under ZeRO.
     """
 
-    def __init__(self, groups: list[dict], mesh: Mesh, *, max_norm: float = 0.0, measure_norm: bool = False):
+    def __init__(self, groups: list[dict], mesh: Mesh, adamw: AdamW, *, max_norm: float = 0.0,
+                 measure_norm: bool = False):
         """
         Args:
             groups: Parameter groups, each with its "algorithm" and that algorithm's settings.
             mesh: The process groups.
+            adamw: The implementation of AdamW, one of `kernels/adamw.py`. The state is the same for all.
             max_norm: Largest global gradient norm; 0 for no clipping.
             measure_norm: Whether the norm is measured even without clipping.
         """
@@ -80,6 +82,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 assert all(p.ndim >= 2 and p.dtype in (torch.float32, torch.float64) for p in group["params"])
         super().__init__(groups, defaults={})
         self.mesh = mesh
+        self.adamw = adamw
         self.max_norm = max_norm
         self.measure_norm = measure_norm or max_norm > 0
         self.grad_norm: float | None = None
@@ -119,10 +122,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(p)
                 state["exp_avg_sq"] = torch.zeros_like(p)
         beta1, beta2 = group["betas"]
-        adamw(parameters, [p.grad for p in parameters], [s["exp_avg"] for s in states],
-              [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states], fused=group["fused"], amsgrad=False,
-              beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-              maximize=False)
+        self.adamw(parameters, [p.grad for p in parameters], [s["exp_avg"] for s in states],
+                   [s["exp_avg_sq"] for s in states], [s["step"] for s in states], beta1=beta1, beta2=beta2,
+                   lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
 
     def _muon_step(self, group: dict, parameters: list[Tensor]) -> None:
         momentum, lr = group["momentum"], group["lr"]

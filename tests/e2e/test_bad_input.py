@@ -20,6 +20,7 @@ SETTINGS = {
     "processes": (["--parallel.pipeline_parallel_size", "2"], "1 processes can't be shared"),
     "seed": (["--train.seed", "-1"], "train.seed is -1"),
     "DeepSpeed's own key": (["--deepspeed.zero_optimization.reduce_bucket_size", "abc"], "DeepSpeed refuses"),
+    "a kernel that can't be used": (["--kernels.select", "triton"], "it needs a CUDA device"),
     "no validation data": (["--data.split", "100,0,0"], "valid"),
 }
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_xmod.inference.cache import KVCache
-from megatron_xmod.model import block
-from megatron_xmod.model.block import Block, causal_attention
+from megatron_xmod.kernels.attention import sdpa
+from megatron_xmod.model.block import Block
 from megatron_xmod.model.sparse import SparseRound
 from tests.unit.model.toy import DENSE, MOD, TOY, make_context, make_model, make_tokens
 
@@ -131,14 +131,15 @@ def test_layer_that_only_late_tokens_enter():
     assert cache.layer(first, 0).tokens == passes[0] == int((tokens == late).sum()) >= 1
 
 
-def test_caches_hold_the_keys_and_values_of_the_tokens_that_entered(monkeypatch):
+def test_caches_hold_the_keys_and_values_of_the_tokens_that_entered():
     """Decoded one by one, the same as those that the full forward computes for its compacted sequences."""
     context = make_context(mode="threshold")
     model, tokens = make_model(context), make_tokens(context, 1, LENGTH)
     seen = []
-    monkeypatch.setattr(block, "causal_attention", lambda q, k, v: seen.append((k, v)) or causal_attention(q, k, v))
+    kernels = context.kernels
+    context.kernels = kernels._replace(attention=lambda q, k, v: seen.append((k, v)) or sdpa(q, k, v))
     _, passes = full_forward(model, tokens)
-    monkeypatch.undo()
+    context.kernels = kernels
     _, cache = decode(model, tokens, [1] * LENGTH)
     caches = [cache.layer(model.layers[1], 0)]
     for group in model.layers[2:4]:

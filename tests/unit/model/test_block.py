@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_xmod.model.block import Block, causal_attention, rms_norm
+from megatron_xmod.kernels.attention import sdpa
+from megatron_xmod.model.block import Block, attend_to_earlier
 from megatron_xmod.model.sparse import SparseRound
 from tests.unit.model.reference import turn
 from tests.unit.model.toy import bits, distance, make_context, make_hidden, scramble
@@ -104,9 +105,9 @@ def test_compact_attention_is_masked_attention_at_full_length(heads, kv_heads, m
 def test_causal_attention_of_the_last_tokens():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 9, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    whole = causal_attention(q, k, v)
+    whole = sdpa(q, k, v)
     for last in (1, 2, 5, 9):
-        assert torch.allclose(causal_attention(q[:, -last:], k, v), whole[:, -last:], rtol=0, atol=1e-13)
+        assert torch.allclose(attend_to_earlier(q[:, -last:], k, v), whole[:, -last:], rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"),
@@ -116,7 +117,7 @@ def test_rms_norm(dtype, tolerance):
     x = (100 * make_hidden(context, 3, 5)).to(dtype)
     x[0] /= 3e3  # small enough for eps to matter
     weight = (1 + make_hidden(context, 1, 1, seed=1)[0, 0]).to(dtype)
-    y = rms_norm(x, weight, context)
+    y = context.norm(x, weight)
     assert y.dtype == dtype
     assert distance(y.double(), norm(x.double(), weight.double(), 0.1)) < tolerance
     assert distance(y[0].double(), norm(x[0].double(), weight.double(), 0.1)) < tolerance

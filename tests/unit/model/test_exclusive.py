@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_xmod.inference.cache import KVCache
+from megatron_xmod.kernels.reference import select_round
 from megatron_xmod.model.context import ModelContext
-from megatron_xmod.model.exclusive import own_by_threshold, own_by_top_k, routing_losses, select_owned
+from megatron_xmod.model.exclusive import own_by_threshold, routing_losses
 from megatron_xmod.model.router import Selection, selection_mask
 from megatron_xmod.model.sparse import SparseRound
 from tests.unit.model.reference import BLOCK, SlowModel
@@ -120,19 +121,20 @@ def test_against_the_rule_written_out(mode, one_by_one, K, A, prefix, active):
 @pytest.mark.parametrize(("K", "layers"), SIZES)
 def test_each_token_is_taken_at_most_once_and_all_of_them_by_a_full_round(mode, K, layers):
     score_BSR = random_scores(layers)
-    owner_BS = own_by_top_k(score_BSR, LENGTH // K) if mode == "top_k" else own_by_threshold(score_BSR, layers == K)
+    owner_BS, positions_RBK = select_round(score_BSR, LENGTH // K)
+    if mode == "threshold":
+        owner_BS = own_by_threshold(score_BSR, layers == K)
     assert ((0 <= owner_BS) & (owner_BS <= layers)).all()
     assert (owner_BS < layers).all() == (layers == K)
     if mode == "top_k":
-        selection = select_owned(owner_BS, layers, LENGTH // K)
-        masks = torch.stack([selection_mask(Selection(p), LENGTH) for p in selection.positions_BK])
+        masks = torch.stack([selection_mask(Selection(p), LENGTH) for p in positions_RBK])
         assert torch.equal(masks, torch.stack([owner_BS == layer for layer in range(layers)]))
-        assert (masks.sum(-1) == LENGTH // K).all() and (selection.positions_BK.diff() > 0).all()
+        assert (masks.sum(-1) == LENGTH // K).all() and (positions_RBK.diff() > 0).all()
 
 
 def test_top_k_takes_the_best_of_the_rest():
     score_BSR = torch.tensor([[[3.0, 9.0], [2.0, 8.0], [1.0, 7.0], [0.0, 7.0], [-1.0, 7.5], [-2.0, 0.0]]])
-    assert own_by_top_k(score_BSR, 2).tolist() == [[0, 0, 1, 2, 1, 2]]  # of 7.0 and 7.0, the earlier
+    assert select_round(score_BSR, 2)[0].tolist() == [[0, 0, 1, 2, 1, 2]]  # of 7.0 and 7.0, the earlier
 
 
 def test_threshold_enters_the_first_layer_that_lets_it():
@@ -143,7 +145,7 @@ def test_threshold_enters_the_first_layer_that_lets_it():
 
 def test_a_last_layer_that_takes_the_rest_has_no_routing_loss():
     score_BSR = random_scores(4)
-    owner_BS = own_by_top_k(score_BSR, LENGTH // 4)
+    owner_BS, _ = select_round(score_BSR, LENGTH // 4)
     assert routing_losses(score_BSR, owner_BS, True)[-1] == 0 < routing_losses(score_BSR, owner_BS, False)[-1]
 
 

@@ -49,8 +49,9 @@ def test_gate_multiplies_in_fp32(gate):
     x_BSD = make_hidden(context, 2, 6, bf16)
     out, _ = layer(x_BSD, torch.zeros(2, 6))
     weights, (weight_D, bias, scale) = layer.block.unbind()[0], layer.router.unbind()[0]
-    a = attention_update(x_BSD, weights, context.rope(torch.arange(6).unsqueeze(0), 6, bf16), context)
-    f = mlp_update(x_BSD + a, weights, context)
+    angles = context.rope(torch.arange(6).unsqueeze(0), 6, bf16)
+    a = attention_update(context.norm(x_BSD, weights.attention_norm), weights, angles, context)
+    f = mlp_update(context.norm(x_BSD + a, weights.mlp_norm), weights, context)
     r = torch.sigmoid(x_BSD.float() @ weight_D.float() + bias.float()).unsqueeze(-1)
     if scale is None:
         expected = x_BSD + (a + (r * f.float()).to(bf16))

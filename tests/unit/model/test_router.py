@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
+from megatron_xmod.kernels.reference import add_gated
 from megatron_xmod.model.router import (
     Selection,
-    add_to_tokens,
     attach_loss,
-    gather_tokens,
+    flat_positions,
     router_logits,
     routing_loss,
     select_threshold,
@@ -86,8 +86,9 @@ def test_mask_gather_and_add():
     x_BSD, delta_BKD = random(2, 6, 3), random(2, 3, 3, seed=1)
     x_BSD[0, 0] = -0.0
     before = x_BSD.clone()
-    gathered = gather_tokens(x_BSD, selection)
-    out = add_to_tokens(x_BSD, selection, delta_BKD)
+    index, valid_BK = flat_positions(selection, 6), selection.valid_BK
+    gathered = x_BSD.flatten(0, 1)[index]
+    out = add_gated(x_BSD.flatten(0, 1), index[valid_BK], delta_BKD[valid_BK]).view_as(x_BSD)
     assert torch.equal(bits(x_BSD), bits(before)), "the input was written to"
     expected = before.clone()
     for b, row in enumerate(selection.positions_BK.tolist()):
@@ -96,16 +97,6 @@ def test_mask_gather_and_add():
             if selection.valid_BK[b, k]:
                 expected[b, t] = x_BSD[b, t] + delta_BKD[b, k]
     assert torch.equal(bits(out), bits(expected))
-
-
-def test_gather_and_add_of_a_view():
-    """Rows are numbered in the logical order, also where the memory has another one."""
-    x_BSD = random(6, 2, 3).transpose(0, 1)
-    assert not x_BSD.is_contiguous()
-    selection = Selection(torch.tensor([[1, 3], [0, 5]]))
-    assert torch.equal(gather_tokens(x_BSD, selection), torch.stack([x_BSD[0, [1, 3]], x_BSD[1, [0, 5]]]))
-    out = add_to_tokens(x_BSD, selection, torch.ones(2, 2, 3, dtype=torch.float64))
-    assert torch.equal(out - x_BSD > 0.5, selection_mask(selection, 6)[..., None].expand(2, 6, 3))
 
 
 def test_logits():

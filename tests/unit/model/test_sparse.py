@@ -45,8 +45,8 @@ def test_layer_on_all_tokens_with_gate_one_has_the_updates_of_the_dense_block(ga
     assert (taken_BS == 1).all()
 
     angles = context.rope(torch.arange(9).unsqueeze(0), 9, dtype)
-    a = attention_update(x_BSD, dense.weights(), angles, context)
-    f = mlp_update(x_BSD + a, dense.weights(), context)
+    a = attention_update(context.norm(x_BSD, dense.attention_norm), dense.weights(), angles, context)
+    f = mlp_update(context.norm(x_BSD + a, dense.mlp_norm), dense.weights(), context)
     assert torch.equal(bits(dense(x_BSD)), bits((x_BSD + a) + f))
     assert torch.equal(bits(out), bits(x_BSD + (a + f)))
     # Two roundings each, so a few units in the last place of the largest term apart at most.
