@@ -61,11 +61,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     args = parse(argv)
     require_extra()
-    from megatron_xmod.scaling import design, fitted
+    from megatron_xmod.scaling import buildable, design, fitted
 
     model, notes = _backbone(args)
-    question = design.Question(args.compute, args.seq_length, args.active_params, model, args.max_params,
-                               args.max_layers, args.anchor_stride, args.ratio, args.pipeline_stages)
+    question = buildable.Question(args.compute, args.seq_length, args.active_params, model, args.max_params,
+                                  args.max_layers, args.anchor_stride, args.ratio, args.pipeline_stages)
     law = fitted.read_law(args.law) if args.law else fitted.published_law()
     choice = design.choose(question, law)
     answer = describe(question, law, choice, notes)
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def _backbone(args: argparse.Namespace) -> tuple[ModelConfig, list[str]]:
-    from megatron_xmod.scaling.backbones import nearest_backbone
+    from megatron_xmod.scaling.buildable import nearest_backbone
 
     if args.config:
         return load_config([word for file in args.config for word in ("--config", file)]).model, []
@@ -110,7 +110,7 @@ def describe(question, law, choice, notes: Sequence[str] = ()) -> dict[str, Any]
         "notes": [*choice.notes, *notes],
     }
     if law.source.startswith("arXiv"):
-        from megatron_xmod.scaling.table9 import table9_misfit
+        from megatron_xmod.scaling.fitted import table9_misfit
         answer["table9_misfit"] = [row._asdict() for row in table9_misfit()]
     return answer
 
