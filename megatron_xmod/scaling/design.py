@@ -13,9 +13,6 @@ from megatron_xmod.config.schema import Config, DataConfig, ModelConfig
 from megatron_xmod.scaling.buildable import EDGE, Question, buildable, built_ratio, continuous_ratio, law_stride
 from megatron_xmod.scaling.fitted import FittedLaw
 from megatron_xmod.scaling.separable import Runs
-from megatron_xmod.scaling.uncertainty import percentile_interval
-
-LEVEL = 0.8  # of all intervals
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,10 @@ def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tup
     ratio = np.array([built_ratio(question, m) for m in models])
     x = _variables(question, K, A, ratio)
     delta, draws = law.predict(x), law.predict_draws(x)
+    ends = np.stack(law.interval(draws), axis=1).tolist()
     K_tested, A_tested = _within(law, "K", K), _within(law, "A", A)
     found = [Candidate(m.routing.K, m.routing.A, float(A[i]), float(ratio[i]), float(delta[i]),
-                       percentile_interval(draws[:, i], LEVEL), 0.0, bool(K_tested[i]), bool(A_tested[i]),
+                       tuple(ends[i]), 0.0, bool(K_tested[i]), bool(A_tested[i]),
                        flops.model_plan(m).layers, flops.total_params(m),
                        flops.flops_ratio_to_dense(m, question.seq_length)) for i, m in enumerate(models)]
     least = min(c.untested for c in found)
@@ -121,10 +119,10 @@ def _variables(question: Question, K: np.ndarray, A: np.ndarray, ratio: np.ndarr
             "K": K, "A": one * A, "ratio": ratio}
 
 
-def curve(question: Question, law: FittedLaw, K: np.ndarray, A: float) -> tuple[np.ndarray, np.ndarray]:
-    """Delta over real K at one A: the law's [n], and its refits' [draws, n]."""
+def curve(question: Question, law: FittedLaw, K: np.ndarray, A: float) -> tuple[np.ndarray, ...]:
+    """Delta over real K at one A, and the ends of its interval [n] each."""
     x = _variables(question, K, np.full(len(K), A), continuous_ratio(question, K, A))
-    return law.predict(x), law.predict_draws(x)
+    return law.predict(x), *law.interval(law.predict_draws(x))
 
 
 def continuous_optimum(question: Question, law: FittedLaw, A: float) -> tuple[float, float] | None:

@@ -15,7 +15,9 @@ from megatron_xmod.scaling.fit import Fit, Problem, refit
 from megatron_xmod.scaling.law import BASE, GAIN_BY_COMPUTE, PUBLISHED, PUBLISHED_RMSE, XMOD
 from megatron_xmod.scaling.recovery import paper_grid, simulate, variables
 from megatron_xmod.scaling.separable import Params, ProductForm, Runs
+from megatron_xmod.scaling.uncertainty import expanded_share, percentile_interval
 
+LEVEL = 0.8  # of all intervals of predictions
 # The laws that a question can be put to: it gives all their variables.
 _FORMS = {form.name: form for form in (XMOD, BASE, GAIN_BY_COMPUTE)}
 # How often the published law is fitted again to runs drawn from itself.
@@ -36,6 +38,7 @@ class FittedLaw:
         rmse: Scatter of the runs about the law, nats.
         draws: Parameters of refits, which the intervals and P(best) come from.
         draws_from: What the refits are.
+        share: The central share of the refits that makes an interval at `LEVEL`.
     """
 
     source: str
@@ -46,6 +49,7 @@ class FittedLaw:
     rmse: float
     draws: list[Params]
     draws_from: str = "bootstrap refits to its runs"
+    share: float = LEVEL
 
     def predict(self, x: Runs) -> np.ndarray:
         """Delta [n], nats against the dense reference."""
@@ -54,6 +58,10 @@ class FittedLaw:
     def predict_draws(self, x: Runs) -> np.ndarray:
         """Delta under every bootstrap refit [draws, n]."""
         return np.array([self.form.predict(draw, x) for draw in self.draws])
+
+    def interval(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ends [n] of the intervals at `LEVEL` of what the refits give [draws, n]."""
+        return percentile_interval(values, self.share)
 
 
 def published_law() -> FittedLaw:
@@ -125,7 +133,8 @@ def read_law(path: str | Path) -> FittedLaw:
         domain, strides = ({name: (float(low), float(high)) for name, (low, high) in saved[key].items()}
                            for key in ("domain", "stride_domain"))
         draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
-        law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws)
+        law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws,
+                        share=_share(form, saved))
         kappa_known = form is not GAIN_BY_COMPUTE or _kappa_is_known(law, saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
@@ -137,6 +146,13 @@ def read_law(path: str | Path) -> FittedLaw:
     if not draws:
         raise UserError(f"--law {path} has no bootstrap draws; fit it again with --bootstrap above 0.")
     return law
+
+
+def _share(form: ProductForm, saved: dict) -> float:
+    if "clusters" not in saved:  # a file of before it was saved, or one without refits
+        return LEVEL
+    free = len(form.names) - len(saved.get("fixed") or {})
+    return expanded_share(LEVEL, int(saved["scores"]["runs"]), int(saved["clusters"]), free)
 
 
 def _kappa_is_known(law: FittedLaw, saved: dict) -> bool:

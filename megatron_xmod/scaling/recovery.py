@@ -9,8 +9,9 @@ import argparse
 import csv
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,11 @@ from megatron_xmod.flops import flops_per_token_paper, model_plan
 from megatron_xmod.runtime.entry import run
 from megatron_xmod.runtime.files import write_atomically
 from megatron_xmod.scaling.buildable import nearest_backbone
-from megatron_xmod.scaling.fit import Problem, fit
-from megatron_xmod.scaling.judge import HELD_OUT_BY, joint, leave_groups_out, pooled_scores, staged
+from megatron_xmod.scaling.fit import Fit, Problem, fit
+from megatron_xmod.scaling.judge import HELD_OUT_BY, Fitter, joint, leave_groups_out, pooled_scores, staged
 from megatron_xmod.scaling.law import CHINCHILLA, PUBLISHED, XMOD
 from megatron_xmod.scaling.separable import Params, Runs
-from megatron_xmod.scaling.uncertainty import bootstrap, intervals, profile_interval
+from megatron_xmod.scaling.uncertainty import bootstrap, profile_interval
 
 NOISE = 0.00876
 LEVEL = 0.8
@@ -92,27 +93,34 @@ def sweep_csv(cells: list[Cell], noise: float, seed: int) -> str:
     return stream.getvalue()
 
 
-def coverage(repetitions: int, bootstraps: int, seed: int = 0) -> dict[str, dict[str, float]]:
-    """How often the 80 % intervals of each exponent hold the truth: of the profile and, with `bootstraps` refits, of
-    the bootstrap; and how often the profile calls the exponent identified at 95 %. Shares of the repetitions."""
-    counts = {e.name: dict.fromkeys(("profile", "bootstrap", "identified"), 0) for e in XMOD.exponents}
-    for repetition in range(repetitions):
-        best = fit(drawn(seed + repetition), starts=8, extra=(PUBLISHED,))
-        ends = intervals(bootstrap(best, range(len(best.problem.y)), bootstraps), LEVEL) if bootstraps else {}
-        for name, count in counts.items():
-            interval = profile_interval(best, name, LEVEL)
-            count["profile"] += interval.low <= PUBLISHED[name] <= interval.high
-            count["identified"] += profile_interval(best, name, 0.95).identified
-            if ends:
-                count["bootstrap"] += ends[name][0] <= PUBLISHED[name] <= ends[name][1]
-    return {name: {kind: number / repetitions for kind, number in count.items()} for name, count in counts.items()}
+def shares(judge: Callable[[Fit], dict[str, bool]], repetitions: int, seed: int = 0) -> dict[str, float]:
+    """In which share of fits to `repetitions` draws `judge` says yes to each exponent."""
+    # Other starts than the truth lead to the same minimum, more slowly.
+    found = [judge(fit(drawn(seed + i), starts=0, extra=(PUBLISHED,))) for i in range(repetitions)]
+    return {e.name: float(np.mean([one[e.name] for one in found])) for e in XMOD.exponents}
 
 
-def held_out(seed: int, by: Sequence[str] = HELD_OUT_BY) -> dict[str, dict[str, float]]:
-    """RMSE (nats) on whole groups held out, of the joint fit and of the published two stages, on one draw."""
+def profile_holds(best: Fit) -> dict[str, bool]:
+    """Whether the 80 % profile interval of each exponent holds the truth."""
+    ends = {e.name: profile_interval(best, e.name, LEVEL) for e in XMOD.exponents}
+    return {name: end.low <= PUBLISHED[name] <= end.high for name, end in ends.items()}
+
+
+def bootstrap_holds(best: Fit, count: int, rng: np.random.Generator) -> dict[str, bool]:
+    """Whether the 80 % interval of `count` bootstrap refits holds the truth of each parameter."""
+    ends = bootstrap(best, range(len(best.problem.y)), count, rng).intervals(LEVEL)
+    return {name: low <= PUBLISHED[name] <= high for name, (low, high) in ends.items()}
+
+
+def identified(best: Fit) -> dict[str, bool]:
+    """Whether the 95 % profile interval of each exponent is narrow enough to call it identified."""
+    return {e.name: profile_interval(best, e.name, 0.95).identified for e in XMOD.exponents}
+
+
+def held_out(seed: int, variable: str, fitter: Fitter) -> float:
+    """RMSE (nats) of predicting the groups of L, A or N_act held out, one after the other, on one draw."""
     problem = drawn(seed)
-    return {variable: {name: pooled_scores(problem, leave_groups_out(problem, variable, fitter))["rmse"]
-                       for name, fitter in (("joint", joint), ("two-stage", staged))} for variable in by}
+    return pooled_scores(problem, leave_groups_out(problem, variable, fitter))["rmse"]
 
 
 def main(argv: list[str]) -> None:
@@ -120,6 +128,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repetitions", type=int, default=50, help="draws for the coverage (default 50)")
     parser.add_argument("--bootstrap", type=int, default=100, help="refits per draw, 0 for none (default 100)")
     parser.add_argument("--held-out", type=int, default=3, help="draws for the held-out groups (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw (default 0)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="only write a synthetic sweep, 109 runs of the "
                         "published law on a grid like the paper's and 9 outside it")
     parser.add_argument("--noise", type=float, default=NOISE, help=f"of --csv, nats (default {NOISE})")
@@ -129,20 +138,21 @@ def main(argv: list[str]) -> None:
         return
     begin = time.monotonic()
     print(f"80 % intervals of {args.repetitions} draws with noise {NOISE}: share that holds the truth")
-    print(f"{'exponent':10} {'profile':>8} {'bootstrap':>10} {'identified at 95 %':>20}")
-    for name, shares in coverage(args.repetitions, args.bootstrap).items():
-        print(f"{name:10} {shares['profile']:8.2f} {shares['bootstrap']:10.2f} {shares['identified']:20.2f}")
+    judges = {"profile": profile_holds, "identified at 95 %": identified}
+    if args.bootstrap:
+        judges["bootstrap"] = partial(bootstrap_holds, count=args.bootstrap, rng=np.random.default_rng(args.seed))
+    columns = {name: shares(judge, args.repetitions, args.seed) for name, judge in judges.items()}
+    print(f"{'exponent':10}", *(f"{name:>18}" for name in columns))
+    for exponent in XMOD.exponents:
+        print(f"{exponent.name:10}", *(f"{column[exponent.name]:18.2f}" for column in columns.values()))
     print(f"({time.monotonic() - begin:.0f} s)")
     if args.held_out:
         print("RMSE on groups held out (nats)")
-    squares: dict[str, list[float]] = {"joint": [], "two-stage": []}
-    for seed in range(args.held_out):
-        for variable, rmse in held_out(seed).items():
-            print(f"draw {seed}, by {variable:6}", *(f" {name} {rmse[name]:.5f}" for name in squares), flush=True)
-            for name, values in squares.items():
-                values.append(rmse[name] ** 2)
-    if args.held_out:
-        print("all together", *(f" {name} {np.mean(values) ** 0.5:.5f}" for name, values in squares.items()))
+    for variable in HELD_OUT_BY if args.held_out else ():
+        for name, fitter in (("joint", joint), ("two-stage", staged)):
+            rmse = np.array([held_out(args.seed + i, variable, fitter) for i in range(args.held_out)])
+            print(f"by {variable:6} {name:10}", *(f"{value:.5f}" for value in rmse),
+                  f" together {np.mean(rmse**2) ** 0.5:.5f}", flush=True)
 
 
 if __name__ == "__main__":

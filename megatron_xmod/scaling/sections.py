@@ -29,24 +29,24 @@ from megatron_xmod.scaling.judge import (
     staged,
 )
 from megatron_xmod.scaling.law import BASE, FORMS, RIVALS, XMOD
-from megatron_xmod.scaling.separable import Params
-from megatron_xmod.scaling.uncertainty import Interval, intervals, profile_curve, profile_interval
+from megatron_xmod.scaling.uncertainty import Bootstrap, Interval, profile_curve, profile_interval
 
 LEVEL = 0.95
 
 
-def parameters(report: Report, best: Fit, draws: list[Params], name: str = "parameters") -> dict[str, Any]:
+def parameters(report: Report, best: Fit, refits: Bootstrap, name: str = "parameters") -> dict[str, Any]:
     """The parameters, with intervals and a picture where there are bootstrap refits."""
-    params = best.params
+    params, draws = best.params, refits.draws
     if not draws:
         report.table(("parameter", "value"), list(params.items()))
         return dict(params)
-    ends = intervals(draws, LEVEL)
+    ends = refits.intervals(LEVEL)
     report.table(("parameter", "value", f"{LEVEL:.0%} from", "to"), [(n, v, *ends[n]) for n, v in params.items()])
-    report.picture(f"{name}-bootstrap", f"{len(draws)} bootstrap refits: estimate (line), {LEVEL:.0%} interval (grey)",
+    report.picture(f"{name}-bootstrap", f"{len(draws)} bootstrap refits, {refits.clusters} groups drawn for each: "
+                   f"estimate (line), {LEVEL:.0%} interval (grey)",
                    plots.parameter_intervals(params, ends, {n: np.array([d[n] for d in draws]) for n in params}))
     return dict(params) | {"intervals": {n: list(end) for n, end in ends.items()}, "level": LEVEL,
-                           "bootstraps": len(draws)}
+                           "bootstraps": len(draws), "clusters": refits.clusters}
 
 
 def score_table(report: Report, fits: dict[str, Fit]) -> dict[str, float]:

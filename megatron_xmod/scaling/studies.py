@@ -17,7 +17,7 @@ from megatron_xmod.scaling.fitted import data_domain
 from megatron_xmod.scaling.judge import nested_start
 from megatron_xmod.scaling.law import BASE, CHINCHILLA, CLARK, KAPLAN, XMOD, Kaplan
 from megatron_xmod.scaling.separable import Form
-from megatron_xmod.scaling.uncertainty import bootstrap
+from megatron_xmod.scaling.uncertainty import Bootstrap, bootstrap
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Options:
     bootstraps: int = 1000
     seed: int = 0
 
-    def draws(self, best: Fit, sweep: Sweep):
+    def bootstrap(self, best: Fit, sweep: Sweep) -> Bootstrap:
         return bootstrap(best, sweep.clusters, self.bootstraps, self.seed)
 
 
@@ -39,7 +39,7 @@ def chinchilla(path: Path, options: Options, drop_highest: int) -> tuple[dict[st
     best = fit(Problem(CHINCHILLA, sweep.x, sweep.loss, zero, log=True, loss=options.loss), seed=options.seed)
     report = Report("Chinchilla's law of dense models")
     report.text(f"loss = E + A/N^alpha + B/D^beta, {len(sweep.loss)} runs, {options.loss} on the log of the loss.")
-    saved = sections.parameters(report, best, options.draws(best, sweep))
+    saved = sections.parameters(report, best, options.bootstrap(best, sweep))
     saved |= {"loss": options.loss, "scores": sections.score_table(report, {"Chinchilla": best})}
     rival = fit(Problem(KAPLAN, sweep.x, sweep.loss, zero, log=True, loss=options.loss), seed=options.seed)
     constants = Kaplan.constants(rival.params)
@@ -74,7 +74,7 @@ def _one_router(report: Report, router: str, sweep: Sweep, options: Options) -> 
     y = np.log10(sweep.loss)
     best = fit(Problem(CLARK, sweep.x, y, np.zeros(len(y)), loss=options.loss), seed=options.seed)
     report.heading(f"{router}: {len(y)} runs")
-    saved = sections.parameters(report, best, options.draws(best, sweep), router.lower())
+    saved = sections.parameters(report, best, options.bootstrap(best, sweep), router.lower())
     saved |= {"loss": options.loss, "scores": sections.score_table(report, {router: best})}
     sections.fit_pictures(report, best, {"N": sweep.x["N"], "experts": sweep.x["experts"]}, "log10 loss",
                           router.lower())
@@ -105,8 +105,8 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
     report.text(f"Law {form.name}, {len(problem.y)} sparse runs, {options.loss} on the {'log of the ' if log else ''}"
                 "loss. Delta is the loss against the dense reference at the same training FLOPs, in nats per token.")
     saved: dict[str, Any] = {"law": form.name, "loss": options.loss, "log": log, "fixed": fixed}
-    draws = options.draws(best, sweep)
-    saved |= sections.parameters(report, best, draws)
+    refits = options.bootstrap(best, sweep)
+    saved |= sections.parameters(report, best, refits)
     sections.at_bounds(report, best)
     saved["profiles"] = sections.profiles(report, best)
     saved["scores"] = sections.in_sample(report, best)
@@ -117,7 +117,7 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
     saved["rivals"] = sections.rivals(report, best, sweep, options.seed)
     report.heading("Data")
     report.left_out(sweep.left_out)
-    return saved | data_domain(sweep.x) | {"draws": draws, "left_out": sweep.left_out}, report
+    return saved | data_domain(sweep.x) | {"draws": refits.draws, "left_out": sweep.left_out}, report
 
 
 def _without_strides(sweep: Sweep) -> Sweep:

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
+from megatron_xmod.errors import UserError
 from megatron_xmod.scaling import uncertainty
 from megatron_xmod.scaling.fit import Fit, fit
-from megatron_xmod.scaling.uncertainty import bootstrap, intervals, profile_interval
+from megatron_xmod.scaling.uncertainty import bootstrap, expanded_share, percentile_interval, profile_interval
 
 
 def test_rho_A_is_not_identified_and_the_others_are(noisy):
@@ -46,6 +47,30 @@ def test_the_bootstrap_draws_whole_clusters(noisy):
 
 
 def test_bootstrap_intervals_hold_the_estimate_and_repeat_with_the_seed(noisy):
-    first, again = (intervals(bootstrap(noisy, range(109), 30, seed=5), 0.9) for _ in range(2))
+    first, again = (bootstrap(noisy, range(109), 30, seed=5).intervals(0.9) for _ in range(2))
     assert first == again
     assert all(first[name][0] < noisy.params[name] < first[name][1] for name in ("eta_N", "rho_N", "eta_L", "w"))
+
+
+def test_one_cluster_is_refused(noisy):
+    with pytest.raises(UserError, match="all rows are of one \\(x\\)"):
+        bootstrap(noisy, ["x"] * 109, 3)
+    assert bootstrap(noisy, ["x"] * 109, 0).draws == []
+
+
+def test_an_interval_of_few_draws_has_its_level():
+    low, high = percentile_interval(np.arange(1.0, 10.0), 0.8)
+    assert (low, high) == pytest.approx((1, 9))  # a tenth draw is as likely below, above and in each gap
+
+
+def test_expanded_intervals_of_a_mean_hold_it_as_often_as_they_say():
+    """The mean of 8 clusters of 3 equal values each, where the plain percentiles hold it in 70 %, not 80 %."""
+    rng = np.random.default_rng(0)
+    held = {}
+    values = rng.standard_normal((4000, 8))
+    for share in (0.8, expanded_share(0.8, runs=24, clusters=8, free=1)):
+        drawn = values[np.arange(4000)[:, None, None], rng.integers(8, size=(4000, 199, 8))].mean(axis=2)
+        low, high = percentile_interval(drawn.T, share)
+        held[share] = np.mean((low <= 0) & (0 <= high))
+    plain, expanded = held.values()
+    assert plain < 0.75 and expanded == pytest.approx(0.8, abs=0.02)
