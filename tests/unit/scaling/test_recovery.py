@@ -74,10 +74,8 @@ def test_fits_started_at_the_truth_are_those_of_the_tool():
 
 @pytest.mark.parametrize("variable", ["L", "A", "N_act"])
 def test_the_joint_fit_predicts_groups_held_out_no_worse_than_the_two_stages(variable):
-    """Both on the same 60 draws. Whichever is better by chance on one draw, the mean difference of squared errors must
-    not say that the joint fit is worse: not by more than two of its standard errors, nor by 1 % of the RMSE."""
+    """Both on the same 60 draws. On a single one either may be better; they are close, as they fit the same law."""
     errors = np.array([[held_out(seed, variable, fitter) ** 2 for fitter in (near_joint, near_two_stage)]
                        for seed in range(60)])
-    worse = errors[:, 0] - errors[:, 1]
-    assert worse.mean() <= 2 * worse.std(ddof=1) / len(worse) ** 0.5
-    assert errors[:, 0].mean() ** 0.5 <= 1.01 * errors[:, 1].mean() ** 0.5
+    joint_rmse, staged_rmse = errors.mean(axis=0) ** 0.5
+    assert joint_rmse <= staged_rmse
