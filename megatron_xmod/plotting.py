@@ -38,10 +38,25 @@ def log_ticks(ax, value: np.ndarray) -> None:
     if len(ticks) > 7 and ticks[-1] < 1000:
         ticks = 2.0 ** np.arange(np.ceil(np.log2(ticks[0])), np.log2(ticks[-1]) + 1e-9)
     if len(ticks) <= 10:
-        ax.set_xticks(ticks, [short(v) for v in ticks], fontsize=8)
+        ax.set_xticks(ticks, _labels(ticks), fontsize=8)
         ax.set_xticks([], minor=True)
     else:
         ax.tick_params(axis="x", which="minor", labelbottom=False)
+
+
+def _labels(ticks: np.ndarray) -> list[str]:
+    """Names of ticks on a logarithmic axis; none where it would run into the one before."""
+    place = np.log(ticks / ticks[0]) / max(np.log(ticks[-1] / ticks[0]), 1e-9)
+    labels: list[str] = []
+    last = 0
+    for i, tick in enumerate(ticks):
+        labels.append(short(tick))
+        # Shares of the axis' width: a letter, and the gap between two labels.
+        if i and place[i] - place[last] < 0.021 * (len(labels[i]) + len(labels[last])) / 2 + 0.02:
+            labels[i] = ""
+        else:
+            last = i
+    return labels
 
 
 def short(value: float) -> str:

@@ -17,6 +17,7 @@ from megatron_xmod.config.schema import ModelConfig
 from megatron_xmod.parallel.cut import cut_stages, imbalance
 from megatron_xmod.runtime.entry import run
 from megatron_xmod.scaling import require_extra
+from megatron_xmod.scaling.buildable import Question, nearest_backbone
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -64,8 +65,8 @@ def main(argv: list[str]) -> None:
     from megatron_xmod.scaling import design, fitted
 
     model, notes = _backbone(args)
-    question = design.Question(args.compute, args.seq_length, args.active_params, model, args.max_params,
-                               args.max_layers, args.anchor_stride, args.ratio, args.pipeline_stages)
+    question = Question(args.compute, args.seq_length, args.active_params, model, args.max_params, args.max_layers,
+                        args.anchor_stride, args.ratio, args.pipeline_stages)
     law = fitted.read_law(args.law) if args.law else fitted.published_law()
     choice = design.choose(question, law)
     answer = describe(question, law, choice, notes)
@@ -75,8 +76,6 @@ def main(argv: list[str]) -> None:
 
 
 def _backbone(args: argparse.Namespace) -> tuple[ModelConfig, list[str]]:
-    from megatron_xmod.scaling.backbones import nearest_backbone
-
     if args.config:
         return load_config([word for file in args.config for word in ("--config", file)]).model, []
     label, model = nearest_backbone(args.active_params)
@@ -110,7 +109,7 @@ def describe(question, law, choice, notes: Sequence[str] = ()) -> dict[str, Any]
         "notes": [*choice.notes, *notes],
     }
     if law.source.startswith("arXiv"):
-        from megatron_xmod.scaling.table9 import table9_misfit
+        from megatron_xmod.scaling.fitted import table9_misfit
         answer["table9_misfit"] = [row._asdict() for row in table9_misfit()]
     return answer
 
@@ -204,16 +203,15 @@ def draw(question, law, choice, path: Path) -> None:
     from megatron_xmod.scaling import design, plots
 
     best = (choice.best.K, choice.best.A) if choice.best else None
-    found = {(c.K, c.A): c.delta for c in choice.candidates}
+    found = {(c.K, c.A): (c.delta, c.K_tested and c.A_tested) for c in choice.candidates}
     K, every = sorted({k for k, _ in found}), sorted({a for _, a in found})
     # Few enough A to read their rows.
     A = [a for a in every if a in (0.5, round(a)) or (best and a == best[1])] if len(every) > 12 else every
-    delta = np.array([[found.get((k, a), np.nan) for k in K] for a in A])
+    delta, inside = np.moveaxis([[found.get((k, a), (np.nan, False)) for k in K] for a in A], -1, 0)
     at = np.geomspace(1, 1.5 * max(K), 120)
-    value, draws = design.curve(question, law, at, choice.stride)
-    low, high = np.percentile(draws, [50 * (1 - design.LEVEL), 50 * (1 + design.LEVEL)], axis=0)
     built = [(c.K, c.delta) for c in choice.candidates if c.law_A == choice.stride]
-    save(plots.choice(K, A, delta, best, (at, value, low, high), choice.stride, law.domain["K"],
+    curve = (at, *design.curve(question, law, at, choice.stride))
+    save(plots.choice(K, A, delta, inside == 1, best, curve, choice.stride, law.domain["K"],
                       tuple(np.array(built).T)), path)
 
 

@@ -12,6 +12,7 @@ from megatron_xmod.errors import UserError
 from megatron_xmod.runtime.entry import run
 from megatron_xmod.runtime.files import write_atomically
 from megatron_xmod.scaling import require_extra
+from megatron_xmod.scaling.law import FORMS
 
 _EXPONENTS_HELP = "hold an exponent of the law at a value; may be given several times"
 
@@ -25,8 +26,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     routed = _law(laws, "routed", "mse", "routed language models: one law per router")
     routed.add_argument("--step", type=int, help="fit the losses at this step instead of each run's last")
     sweep = _law(laws, "xmod", "mse", "an X-MoD sweep: the loss against dense, by N_act, N, L, K and A")
-    sweep.add_argument("--form", default="xmod", choices=("xmod", "base", "candidate", "multiplicative",
-                                                          "gain_by_compute", "log_linear"),
+    sweep.add_argument("--form", default="xmod", choices=FORMS,
                        help="the law: the paper's, the same without A, with the exposure term, or a rival")
     sweep.add_argument("--log", action="store_true", help="residuals of the log of the loss")
     sweep.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE", help=_EXPONENTS_HELP)
@@ -49,7 +49,7 @@ def _law(laws, name: str, loss: str, text: str) -> argparse.ArgumentParser:
 def main(argv: list[str]) -> None:
     args = parse(argv)
     require_extra()
-    from megatron_xmod.scaling import studies, study_xmod
+    from megatron_xmod.scaling import studies
 
     if args.bootstrap < 0:
         raise UserError(f"--bootstrap is {args.bootstrap}; it must be 0 or more.")
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> None:
     elif args.law == "routed":
         saved, report = studies.routed(args.data, options, args.step)
     else:
-        saved, report = study_xmod.xmod(args.data, options, study_xmod.FORMS[args.form], args.log,
-                                        dict(map(_assignment, args.fix)), list(map(_assignment, args.hold_out)))
+        saved, report = studies.xmod(args.data, options, FORMS[args.form], args.log,
+                                     dict(map(_assignment, args.fix)), list(map(_assignment, args.hold_out)))
     notes = []
     if args.json:
         write_atomically(args.json, json.dumps(_plain(saved), indent=1, allow_nan=False) + "\n")

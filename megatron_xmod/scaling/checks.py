@@ -1,4 +1,5 @@
-"""Refusals before a fit: options and sweeps from which the law asked for can't be had. All raise UserError."""
+"""From a sweep to what can be fitted to it. Options and sweeps from which the law asked for can't be had are refused
+with a UserError."""
 
 from __future__ import annotations
 
@@ -10,6 +11,16 @@ from megatron_xmod.scaling.fit import Problem
 from megatron_xmod.scaling.separable import Form
 
 _OUTSIDE_BY = ("N_act", "L", "K", "A", "C")
+
+
+def sweep_problem(sweep: Sweep, form: Form, loss: str, log: bool) -> Problem:
+    """The law on the runs of a sweep, which must have its variables."""
+    missing = [name for name in form.variables if name not in sweep.x]
+    if missing:
+        columns = {"D_dense": "dense_tokens", "D_sparse": "tokens"}
+        raise UserError(f"the law {form.name} needs the columns {', '.join(columns.get(m, m) for m in missing)}, "
+                        "filled in every row.")
+    return Problem(form, sweep.x, sweep.loss, sweep.x["dense_loss"], log, loss)
 
 
 def require_fixed(form: Form, fixed: dict[str, float]) -> None:

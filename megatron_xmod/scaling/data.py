@@ -1,16 +1,19 @@
-"""The three kinds of tables that can be fitted: Chinchilla's runs, routed language models, and X-MoD sweeps."""
+"""What is read from the three kinds of tables that can be fitted: Chinchilla's runs, routed language models, and X-MoD
+sweeps with their dense references at matched training FLOPs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.interpolate import PchipInterpolator
 
 from megatron_xmod.errors import UserError
-from megatron_xmod.scaling.references import DenseCurves
 from megatron_xmod.scaling.separable import Runs
-from megatron_xmod.scaling.table import Table, read_table
+from megatron_xmod.scaling.table import Table, is_positive, read_table
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,10 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
     table = read_table(path, columns)
     # Other settings are no faults of the table, so they are passed over without being named.
     wanted = [i for i, row in enumerate(table.rows) if _is_one(row["k"], 1) and _is_one(row["routing_frequency"], 0.5)]
-    table = Table(table.path, [table.rows[i] for i in wanted], [table.lines[i] for i in wanted], table.left_out)
+    table = table.pick(wanted)
     table.require_positive(("step", "num_experts", "dense_parameter_count"))
     table.drop_duplicates(("hyper_id", "step"))
-    _keep_step(table, step)
+    table = table.pick(_rows_at(table, step))
     table.require_positive(("loss_validation",))
     routers = sorted({row["router_type"] for row in table.rows} - {"Dense"})
     if not routers:
@@ -76,20 +79,19 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
     return {router: _one_router(table, router) for router in routers}
 
 
-def _keep_step(table: Table, step: int | None) -> None:
+def _rows_at(table: Table, step: int | None) -> list[int]:
+    """One row per run: the one at the step, or the last."""
     chosen: dict[str, int] = {}
     for i, row in enumerate(table.rows):
         now, run = float(row["step"]), row["hyper_id"]
         best = chosen.get(run)
         if (now == step) if step is not None else (best is None or now > float(table.rows[best]["step"])):
             chosen[run] = i
-    kept = sorted(chosen.values())
-    table.rows, table.lines = [table.rows[i] for i in kept], [table.lines[i] for i in kept]
+    return sorted(chosen.values())
 
 
 def _one_router(table: Table, router: str) -> Sweep:
-    mine = [i for i, row in enumerate(table.rows) if row["router_type"] in (router, "Dense")]
-    part = Table(table.path, [table.rows[i] for i in mine], [table.lines[i] for i in mine], table.left_out)
+    part = table.pick([i for i, row in enumerate(table.rows) if row["router_type"] in (router, "Dense")])
     x = {"N": part.numbers("dense_parameter_count"), "experts": part.numbers("num_experts")}
     runs = np.array([row["hyper_id"] for row in part.rows])
     return Sweep(x, part.numbers("loss_validation"), runs, part.left_out, runs)
@@ -104,6 +106,8 @@ def _is_one(text: str, value: float) -> bool:
 
 _XMOD = ("N_act", "L", "K", "A", "C", "loss")
 _SAME_RUN = ("run", "N_act", "L", "K", "A", "C", "seed")
+# The dense twin's N_act may be counted a little differently; backbones differ by far more.
+_SAME_SIZE = 0.01
 
 
 def read_xmod(path: str | Path) -> Sweep:
@@ -123,8 +127,9 @@ def read_xmod(path: str | Path) -> Sweep:
     table.drop_failed()
     table.require_positive(("N_act", "L", "K", "C", "loss"))
     table.drop_duplicates([name for name in _SAME_RUN if name in columns])
-    dense, table = _split(table)
-    tokens = [np.nan if _wrong_number(row.get("tokens")) else float(row["tokens"]) for row in dense.rows]
+    is_dense = table.numbers("K") == 1
+    dense, table = table.pick(np.flatnonzero(is_dense)), table.pick(np.flatnonzero(~is_dense))
+    tokens = [float(row["tokens"]) if is_positive(row.get("tokens")) else np.nan for row in dense.rows]
     curves = DenseCurves(*(dense.numbers(name) for name in ("N_act", "L", "C", "loss")),
                          [row.get("run", "") for row in dense.rows], np.array(tokens))
     table.require_positive(("A", "ratio" if "ratio" in columns else "N"))
@@ -133,15 +138,6 @@ def read_xmod(path: str | Path) -> Sweep:
     if not table.rows:
         raise UserError(f"{path} has no sparse run that can be used: " + "; ".join(table.left_out[:5]))
     return _sweep(table)
-
-
-def _split(table: Table) -> tuple[Table, Table]:
-    """The dense rows and the sparse ones, which keep the list of what was left out."""
-    parts = []
-    for is_dense in (True, False):
-        mine = [i for i, row in enumerate(table.rows) if (float(row["K"]) == 1) == is_dense]
-        parts.append(Table(table.path, [table.rows[i] for i in mine], [table.lines[i] for i in mine], table.left_out))
-    return parts[0], parts[1]
 
 
 def _add_dense_tokens(table: Table, curves: DenseCurves) -> None:
@@ -167,18 +163,11 @@ def _add_references(table: Table, curves: DenseCurves) -> None:
         table.require_positive(("dense_loss",))
 
 
-def _wrong_number(text: str | None) -> bool:
-    try:
-        return not 0 < float(text or "nan") < float("inf")
-    except ValueError:
-        return True
-
-
 def _sweep(table: Table) -> Sweep:
     x = {name: table.numbers(name) for name in ("N_act", "L", "K", "A", "C", "dense_loss")}
     x["ratio"] = table.numbers("ratio") if "ratio" in table.rows[0] else table.numbers("N") / x["N_act"]
     for theirs, name in (("tokens", "D_sparse"), ("dense_tokens", "D_dense")):
-        if not any(_wrong_number(row.get(theirs)) for row in table.rows):
+        if all(is_positive(row.get(theirs)) for row in table.rows):
             x[name] = table.numbers(theirs)
     names = [row.get("run") or f"line {line}" for row, line in zip(table.rows, table.lines, strict=True)]
     clusters = [(row.get("group") or "").strip() or _configuration(row) for row in table.rows]
@@ -188,4 +177,56 @@ def _sweep(table: Table) -> Sweep:
 def _configuration(row: dict[str, str]) -> str:
     """What the seeds, and the points along a run, have in common."""
     return ", ".join(f"{name} = {float(row[name]):.6g}" for name in ("N_act", "L", "K", "A", "ratio", "N")
-                     if not _wrong_number(row.get(name)))
+                     if is_positive(row.get(name)))
+
+
+class DenseCurves:
+    """Validation curves of dense runs.
+
+    Args:
+        N_act, L, C, loss: Size, context, training FLOPs and validation loss of each point [m].
+        run: Which run each point belongs to [m]; runs with the same size and context are averaged.
+        tokens: Seen at each point [m], nan where that is not known.
+    """
+
+    def __init__(self, N_act: np.ndarray, L: np.ndarray, C: np.ndarray, loss: np.ndarray, run: Sequence[str],
+                 tokens: np.ndarray | None = None):
+        points = defaultdict(list)
+        tokens = np.full(len(C), np.nan) if tokens is None else tokens
+        for key in zip(N_act, L, run, C, loss, tokens, strict=True):
+            points[key[:3]].append(key[3:])
+        self._curves = {key: np.array(sorted(value)).T for key, value in points.items()}
+
+    def at(self, N_act: float, L: float, C: float) -> float:
+        """The dense loss at C: monotone cubic interpolation of ln loss over ln C, averaged over runs.
+
+        Raises:
+            UserError: no curve of that size and context, or none that reaches C; a curve is never prolonged.
+        """
+        fitting = self._fitting(N_act, L)
+        if not fitting:
+            raise UserError(f"there is no dense run (K = 1) with N_act = {N_act:.4g} and L = {L:g} to compare with")
+        values = [interpolate(flops, loss, C) for flops, loss, _ in fitting if flops[0] <= C <= flops[-1]]
+        if not values:
+            low, high = min(c[0][0] for c in fitting), max(c[0][-1] for c in fitting)
+            raise UserError(f"its C = {C:.4g} lies outside the dense curve with N_act = {N_act:.4g} and L = {L:g}, "
+                            f"which goes from {low:.4g} to {high:.4g} FLOPs")
+        return float(np.mean(values))
+
+    def tokens_at(self, N_act: float, L: float, C: float) -> float | None:
+        """Tokens that the dense model has seen at C, in proportion to its FLOPs; None where no run tells."""
+        rates = [tokens / flops for flops, _, tokens in self._fitting(N_act, L)]
+        known = [float(np.nanmean(rate)) for rate in rates if not np.isnan(rate).all()]
+        return C * float(np.mean(known)) if known else None
+
+    def _fitting(self, N_act: float, L: float) -> list[np.ndarray]:
+        return [curve for (size, length, _), curve in self._curves.items()
+                if length == L and abs(size / N_act - 1) < _SAME_SIZE]
+
+
+def interpolate(flops: np.ndarray, loss: np.ndarray, C: float) -> float:
+    """Loss at C inside a curve [n]: monotone cubic interpolation of ln loss over ln C."""
+    flops, first = np.unique(flops, return_index=True)
+    if len(flops) == 1:
+        return float(loss[first[0]])
+    return float(np.exp(PchipInterpolator(np.log(flops), np.log(loss[first]))(np.log(C))))

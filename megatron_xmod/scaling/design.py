@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import log
 
@@ -11,48 +10,9 @@ from scipy.optimize import minimize_scalar
 
 from megatron_xmod import flops
 from megatron_xmod.config.schema import Config, DataConfig, ModelConfig
-from megatron_xmod.errors import UserError
-from megatron_xmod.scaling.bootstrap import percentile_interval
+from megatron_xmod.scaling.buildable import EDGE, Question, buildable, built_ratio, continuous_ratio, law_stride
 from megatron_xmod.scaling.fitted import FittedLaw
-from megatron_xmod.scaling.layouts import EDGE, awkwardness, law_stride, strides_to_try
 from megatron_xmod.scaling.separable import Runs
-
-LEVEL = 0.8  # of all intervals
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked.
-
-    Attributes:
-        compute: Training FLOPs, C.
-        seq_length: Tokens per sequence, L.
-        active_params: N_act as the law takes it.
-        model: The backbone; its K and A do not matter.
-        max_params, max_layers: Limits of the whole model.
-        anchor_stride: A, where it is given.
-        ratio: Whether N/N_act counts "params" or "layers".
-        stages: Pipeline stages the model must be cut into.
-    """
-
-    compute: float
-    seq_length: int
-    active_params: float
-    model: ModelConfig
-    max_params: float | None = None
-    max_layers: int | None = None
-    anchor_stride: float | None = None
-    ratio: str = "params"
-    stages: int = 1
-
-    def __post_init__(self):
-        for name in ("compute", "seq_length", "active_params", "max_params", "max_layers", "anchor_stride", "stages"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0.")
-        if self.model.prefix_layers is None or self.model.prefix_layers >= self.model.active_layers:
-            raise UserError("the backbone has no routed layers: model.prefix_layers must be a number below "
-                            f"model.active_layers ({self.model.active_layers}).")
 
 
 @dataclass(frozen=True)
@@ -111,7 +71,7 @@ def choose(question: Question, law: FittedLaw) -> Choice:
     Raises:
         UserError: nothing can be built within the limits.
     """
-    models = _buildable(question, law)
+    models = buildable(question, law.domain)
     candidates, p_dense = _judge(question, law, models)
     usable = [c for c in candidates if c.untested == candidates[0].untested]
     best = usable[0] if usable[0].delta < 0 else None
@@ -126,62 +86,17 @@ def choose(question: Question, law: FittedLaw) -> Choice:
     return Choice(best, ties, candidates, optimum, stride, p_dense, notes, inside)
 
 
-def _buildable(question: Question, law: FittedLaw) -> list[ModelConfig]:
-    """One configuration for each K and number of anchors that can be built within the limits."""
-    low, high = law.domain["A"]
-    refused: Counter = Counter()
-    models: dict[tuple[int, int], ModelConfig] = {}
-    for K in range(2, min(question.seq_length, int(2 * law.domain["K"][1])) + 1):
-        if question.seq_length % K:
-            continue
-        given = question.anchor_stride
-        strides = [given] if given else strides_to_try(question.model, K, low, high)
-        if not strides:
-            refused[f"no A from {low:g} to {high:g} is a multiple of 1/K"] += 1
-        for A in strides:
-            model = replace(question.model, routing=replace(question.model.routing, K=K, A=A))
-            reason = _refusal(question, model)
-            if reason:
-                refused[reason] += 1
-                continue
-            # With as many anchors the same layers are only shared out otherwise, which the law does not see.
-            layout = K, flops.model_plan(model).dense_layers
-            models[layout] = min(models.get(layout, model), model, key=awkwardness)
-    if not models:
-        reasons = "; ".join(f"{reason.rstrip('.')} ({count} of the configurations)"
-                            for reason, count in refused.most_common(3))
-        raise UserError(f"no K and A can be built for L = {question.seq_length}: "
-                        f"{reasons or 'L has no divisor in the range of K'}. Loosen the limits, or change L.")
-    return list(models.values())
-
-
-def _refusal(question: Question, model: ModelConfig) -> str | None:
-    try:
-        plan = flops.model_plan(model)
-    except UserError as error:
-        # A given A is the asker's to mend; one that the search tried is not.
-        return str(error) if question.anchor_stride else "the active depth can't be cut into groups of A*K layers"
-    if not plan.sparse_layers:
-        return "no sparse layers are left"
-    if question.max_layers and plan.layers > question.max_layers:
-        return f"more than {question.max_layers} layers"
-    if question.max_params and flops.total_params(model) > question.max_params:
-        return f"more than {question.max_params:.4g} parameters"
-    if plan.prefix_layers + len(plan.groups) < question.stages:
-        return f"can't be cut into {question.stages} pipeline stages"
-    return None
-
-
 def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tuple[list[Candidate], float]:
     """The candidates by predicted loss, and the share of refits in which dense is best."""
     K = np.array([m.routing.K for m in models], dtype=float)
     A = np.array([law_stride(m) for m in models])
-    ratio = np.array([_built_ratio(question, m) for m in models])
+    ratio = np.array([built_ratio(question, m) for m in models])
     x = _variables(question, K, A, ratio)
     delta, draws = law.predict(x), law.predict_draws(x)
+    ends = np.stack(law.interval(draws), axis=1).tolist()
     K_tested, A_tested = _within(law, "K", K), _within(law, "A", A)
     found = [Candidate(m.routing.K, m.routing.A, float(A[i]), float(ratio[i]), float(delta[i]),
-                       percentile_interval(draws[:, i], LEVEL), 0.0, bool(K_tested[i]), bool(A_tested[i]),
+                       tuple(ends[i]), 0.0, bool(K_tested[i]), bool(A_tested[i]),
                        flops.model_plan(m).layers, flops.total_params(m),
                        flops.flops_ratio_to_dense(m, question.seq_length)) for i, m in enumerate(models)]
     least = min(c.untested for c in found)
@@ -204,28 +119,10 @@ def _variables(question: Question, K: np.ndarray, A: np.ndarray, ratio: np.ndarr
             "K": K, "A": one * A, "ratio": ratio}
 
 
-def _built_ratio(question: Question, model: ModelConfig) -> float:
-    if question.ratio == "layers":
-        return flops.model_plan(model).layers / model.active_layers
-    return flops.total_params(model) / flops.active_params(model)
-
-
-def _continuous_ratio(question: Question, K: np.ndarray, A: float) -> np.ndarray:
-    """N/N_act for real K: H/(A+1) groups, whole or not (eq. 4, 5, 19)."""
-    model = question.model
-    groups = (model.active_layers - model.prefix_layers) / (A + 1)
-    layers = model.prefix_layers + groups * (1 + A * K)
-    if question.ratio == "layers":
-        return layers / model.active_layers
-    matrices = flops.layer_matrices(model)
-    outside = flops.active_params(replace(model, prefix_layers=None)) - matrices * model.active_layers
-    return (matrices * layers + outside) / (matrices * model.active_layers + outside)
-
-
-def curve(question: Question, law: FittedLaw, K: np.ndarray, A: float) -> tuple[np.ndarray, np.ndarray]:
-    """Delta over real K at one A: the law's [n], and its refits' [draws, n]."""
-    x = _variables(question, K, np.full(len(K), A), _continuous_ratio(question, K, A))
-    return law.predict(x), law.predict_draws(x)
+def curve(question: Question, law: FittedLaw, K: np.ndarray, A: float) -> tuple[np.ndarray, ...]:
+    """Delta over real K at one A, and the ends of its interval [n] each."""
+    x = _variables(question, K, np.full(len(K), A), continuous_ratio(question, K, A))
+    return law.predict(x), *law.interval(law.predict_draws(x))
 
 
 def continuous_optimum(question: Question, law: FittedLaw, A: float) -> tuple[float, float] | None:
@@ -233,7 +130,7 @@ def continuous_optimum(question: Question, law: FittedLaw, A: float) -> tuple[fl
 
     def delta(log_K: float) -> float:
         K = np.array([np.exp(log_K)])
-        return float(law.predict(_variables(question, K, A, _continuous_ratio(question, K, A)))[0])
+        return float(law.predict(_variables(question, K, A, continuous_ratio(question, K, A)))[0])
 
     grid = np.linspace(0.0, log(question.seq_length), 400)
     lowest = int(np.argmin([delta(point) for point in grid]))

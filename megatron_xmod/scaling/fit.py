@@ -1,13 +1,17 @@
-"""Fitting a separable law: variable projection from many starts, then all parameters together under the asked loss."""
+"""Fitting a law: variable projection from many starts, then all parameters together under the asked loss; and the
+paper's two stages, kept as they are described, to compare with (X-MoD, arXiv 2609.34212, appendix B.5)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import differential_evolution
 from scipy.stats import qmc
 
 from megatron_xmod.errors import UserError
+from megatron_xmod.scaling.law import ANCHOR, BASE
 from megatron_xmod.scaling.separable import Form, Params, Runs
 from megatron_xmod.scaling.solve import levenberg, linear, objective
 
@@ -15,7 +19,6 @@ from megatron_xmod.scaling.solve import levenberg, linear, objective
 HUBER_DELTA = 1e-3
 # Absolute deviations as the end of a sequence of Huber losses, each started from the last.
 _DELTAS = {"mse": (np.inf,), "huber": (HUBER_DELTA,), "l1": (1e-3, 1e-4, 1e-5, 1e-7, 5e-9)}
-LOSSES = tuple(_DELTAS)
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,7 @@ class Problem:
     def select(self, mask: np.ndarray) -> Problem:
         """The problem on some of the runs."""
         x = {name: values[mask] for name, values in self.x.items()}
-        return Problem(self.form, x, self.y[mask], self.base[mask], self.log, self.loss, self.weights[mask])
-
-    def reweighted(self, weights: np.ndarray) -> Problem:
-        return Problem(self.form, self.x, self.y, self.base, self.log, self.loss, weights)
+        return replace(self, x=x, y=self.y[mask], base=self.base[mask], weights=self.weights[mask])
 
     def predict(self, params: Params) -> np.ndarray:
         """Predicted values [n], the base included."""
@@ -105,7 +105,7 @@ def require_runs(problem: Problem, fixed: dict[str, float]) -> None:
 
 def refit(start: Fit, weights: np.ndarray | None = None, fixed: dict[str, float] | None = None) -> Fit:
     """A fit to the same runs from the parameters of `start` alone, with other weights or exponents held."""
-    problem = start.problem if weights is None else start.problem.reweighted(weights)
+    problem = start.problem if weights is None else replace(start.problem, weights=weights)
     solver = _Solver(problem, start.fixed if fixed is None else fixed)
     theta, c = problem.form.from_public(start.params)
     return solver.best([solver.polish(np.concatenate([theta, c]))])
@@ -184,3 +184,57 @@ class _Solver:
         point = min(points, key=self.value)
         params = self.problem.form.to_public(point[:self.p], point[self.p:])
         return Fit(self.problem, params, self.value(point), self.fixed)
+
+
+class TwoStage(NamedTuple):
+    """Parameters of the law, and the free offset of the second stage, which the printed law has no place for.
+
+    Without runs at A != 1 there is no second stage: the parameters are those of `BASE`, the offset is 0.
+    """
+
+    params: Params
+    sweep_offset: float
+
+
+def two_stage(problem: Problem, seed: int = 0) -> TwoStage:
+    """Stage 1: the base law on the runs with A = 1. Stage 2: z, rho_K and rho_A on the A-sweep, the base frozen.
+
+    In each stage differential evolution searches the exponents for the smallest mean squared error; for each candidate
+    the coefficients are solved by constrained least squares, the offset free and the others at least 0. The A-sweep is
+    every run with A != 1, and those with A = 1 of the same N_act and L.
+
+    Args:
+        problem: The law `XMOD` on raw losses.
+
+    Raises:
+        UserError: a stage has too few runs.
+    """
+    first = replace(problem.select(problem.x["A"] == 1), form=BASE)
+    params = _evolve(first, seed)
+    if np.all(problem.x["A"] == 1):
+        return TwoStage(params, 0.0)
+    sweep = problem.select(_in_sweep(problem))
+    second = replace(sweep, form=ANCHOR, base=sweep.base + BASE.predict(params, sweep.x))
+    anchor = _evolve(second, seed)
+    offset = anchor.pop("e")
+    return TwoStage(params | anchor, offset)
+
+
+def _in_sweep(problem: Problem) -> np.ndarray:
+    """Which runs belong to the A-sweep [n]."""
+    x = problem.x
+    places = {(n, length) for n, length, a in zip(x["N_act"], x["L"], x["A"], strict=True) if a != 1}
+    return np.array([(n, length) in places for n, length in zip(x["N_act"], x["L"], strict=True)])
+
+
+def _evolve(problem: Problem, seed: int) -> Params:
+    require_runs(problem, {})
+    form, target = problem.form, problem.y - problem.base
+
+    def error(theta: np.ndarray) -> float:
+        columns = form.basis(theta, problem.x)[0]
+        return float(np.mean((columns @ linear(columns, target, form.free) - target) ** 2))
+
+    found = differential_evolution(error, list(zip(form.low, form.high, strict=True)), rng=seed, tol=1e-8,
+                                   maxiter=2000)
+    return form.to_public(found.x, linear(form.basis(found.x, problem.x)[0], target, form.free))

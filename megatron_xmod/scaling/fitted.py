@@ -1,19 +1,23 @@
-"""A fitted law with what is needed to trust it: the range of its data, its scatter, its uncertainty."""
+"""A fitted law with what is needed to trust it: the range of its data, its scatter, its uncertainty. The published one,
+or one from a file."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling.fit import Fit, Problem, refit
 from megatron_xmod.scaling.law import BASE, GAIN_BY_COMPUTE, PUBLISHED, PUBLISHED_RMSE, XMOD
+from megatron_xmod.scaling.recovery import paper_grid, simulate, variables
 from megatron_xmod.scaling.separable import Params, ProductForm, Runs
-from megatron_xmod.scaling.synthetic import paper_grid, simulate, variables
+from megatron_xmod.scaling.uncertainty import expanded_share, percentile_interval
 
+LEVEL = 0.8  # of all intervals of predictions
 # The laws that a question can be put to: it gives all their variables.
 _FORMS = {form.name: form for form in (XMOD, BASE, GAIN_BY_COMPUTE)}
 # How often the published law is fitted again to runs drawn from itself.
@@ -34,6 +38,7 @@ class FittedLaw:
         rmse: Scatter of the runs about the law, nats.
         draws: Parameters of refits, which the intervals and P(best) come from.
         draws_from: What the refits are.
+        share: The central share of the refits that makes an interval at `LEVEL`.
     """
 
     source: str
@@ -44,6 +49,7 @@ class FittedLaw:
     rmse: float
     draws: list[Params]
     draws_from: str = "bootstrap refits to its runs"
+    share: float = LEVEL
 
     def predict(self, x: Runs) -> np.ndarray:
         """Delta [n], nats against the dense reference."""
@@ -52,6 +58,10 @@ class FittedLaw:
     def predict_draws(self, x: Runs) -> np.ndarray:
         """Delta under every bootstrap refit [draws, n]."""
         return np.array([self.form.predict(draw, x) for draw in self.draws])
+
+    def interval(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ends [n] of the intervals at `LEVEL` of what the refits give [draws, n]."""
+        return percentile_interval(values, self.share)
 
 
 def published_law() -> FittedLaw:
@@ -67,6 +77,31 @@ def published_law() -> FittedLaw:
     strides = {"N_act": (165e6, 165e6), "L": (32768.0, 32768.0), "K": (4.0, 16.0)}
     return FittedLaw("arXiv 2609.34212, table 8", XMOD, PUBLISHED, domain, strides, PUBLISHED_RMSE, draws,
                      _PUBLISHED_FROM)
+
+
+# Table 9: runs of the paper outside the sweeps of its law. N_act, L and the dense loss of all; then K -> N/N_act and
+# validation loss, at A = 1, 52 active layers of the 165M width, C = 4e19.
+_TABLE_9 = {"N_act": 256e6, "L": 32768.0, "dense_loss": 3.084}
+_TABLE_9_ROWS = {4: (2.16, 3.047), 8: (3.67, 3.034), 12: (5.04, 3.023), 16: (6.52, 3.011)}
+
+
+class Misfit(NamedTuple):
+    """Measured and predicted loss of one row against its dense reference, nats."""
+
+    K: int
+    measured: float
+    predicted: float
+
+
+def table9_misfit() -> list[Misfit]:
+    """What table 8's law predicts for table 9."""
+    K = np.array(list(_TABLE_9_ROWS), dtype=float)
+    ratio, loss = np.array(list(_TABLE_9_ROWS.values())).T
+    one = np.ones_like(K)
+    x = {"N_act": one * _TABLE_9["N_act"], "L": one * _TABLE_9["L"], "K": K, "A": one, "ratio": ratio}
+    predicted = XMOD.predict(PUBLISHED, x)
+    measured = np.round(loss - _TABLE_9["dense_loss"], 3)
+    return [Misfit(*row) for row in zip(_TABLE_9_ROWS, measured.tolist(), predicted.tolist(), strict=True)]
 
 
 def data_domain(x: Runs) -> dict[str, dict[str, tuple[float, float]]]:
@@ -98,7 +133,8 @@ def read_law(path: str | Path) -> FittedLaw:
         domain, strides = ({name: (float(low), float(high)) for name, (low, high) in saved[key].items()}
                            for key in ("domain", "stride_domain"))
         draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
-        law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws)
+        law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws,
+                        share=_share(form, saved))
         kappa_known = form is not GAIN_BY_COMPUTE or _kappa_is_known(law, saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
@@ -110,6 +146,13 @@ def read_law(path: str | Path) -> FittedLaw:
     if not draws:
         raise UserError(f"--law {path} has no bootstrap draws; fit it again with --bootstrap above 0.")
     return law
+
+
+def _share(form: ProductForm, saved: dict) -> float:
+    if "clusters" not in saved:  # a file of before it was saved, or one without refits
+        return LEVEL
+    free = len(form.names) - len(saved.get("fixed") or {})
+    return expanded_share(LEVEL, int(saved["scores"]["runs"]), int(saved["clusters"]), free)
 
 
 def _kappa_is_known(law: FittedLaw, saved: dict) -> bool:

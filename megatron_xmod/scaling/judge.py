@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_xmod.errors import UserError
-from megatron_xmod.scaling.fit import Fit, Problem, fit
-from megatron_xmod.scaling.law import BASE, XMOD
+from megatron_xmod.scaling.fit import Fit, Problem, fit, two_stage
+from megatron_xmod.scaling.law import BASE, REDUCED, XMOD
 from megatron_xmod.scaling.separable import Form, Params, Runs
-from megatron_xmod.scaling.stages import two_stage
 
 # Fits the runs it is given and returns printed parameters of `XMOD`, or of `BASE` where no run has A != 1.
 Fitter = Callable[[Problem], Params]
@@ -35,13 +34,25 @@ def fit_scores(best: Fit) -> dict[str, float]:
 def joint(problem: Problem, fixed: dict[str, float] | None = None, seed: int = 0) -> Params:
     """A `Fitter`: all parameters together, but for the exponents held at a value."""
     form = problem.form if np.any(problem.x["A"] != 1) or problem.form is not XMOD else BASE
-    part = Problem(form, problem.x, problem.y, problem.base, problem.log, problem.loss)
-    return fit(part, starts=16, seed=seed, fixed=held(form, fixed or {})).params
+    return fit(replace(problem, form=form), starts=16, seed=seed, fixed=held(form, fixed or {})).params
 
 
 def held(form: Form, fixed: dict[str, float]) -> dict[str, float]:
     """Those of the exponents held at a value that a law has."""
     return {e.name: fixed[e.name] for e in form.exponents if e.name in fixed}
+
+
+def nested_start(problem: Problem, fixed: dict[str, float], seed: int, known: Fit | None = None) -> tuple[Params, ...]:
+    """A start for a law that is wider than `XMOD`: `XMOD`'s own fit, so that the wider law never fits worse.
+
+    Args:
+        known: The fit of `XMOD`, if there is one.
+    """
+    if problem.form.name not in REDUCED:
+        return ()
+    if known is None:
+        known = fit(replace(problem, form=XMOD), seed=seed, fixed=held(XMOD, fixed))
+    return (known.params | REDUCED[problem.form.name],)
 
 
 def staged(problem: Problem, seed: int = 0) -> Params:

@@ -31,6 +31,10 @@ class Table:
         kept = [i for i in range(len(self.rows)) if i not in reasons]
         self.rows, self.lines = [self.rows[i] for i in kept], [self.lines[i] for i in kept]
 
+    def pick(self, positions: Sequence[int]) -> Table:
+        """Some of the rows; what is left out of either table is named in the same list."""
+        return Table(self.path, [self.rows[i] for i in positions], [self.lines[i] for i in positions], self.left_out)
+
     def numbers(self, column: str) -> np.ndarray:
         """A column whose numbers were checked [n]."""
         return np.array([float(row[column]) for row in self.rows])
@@ -97,6 +101,11 @@ def _drop_ragged(table: Table) -> None:
         elif None in row.values():
             reasons[i] = "it has fewer fields than the header"
     table.drop(reasons)
+
+
+def is_positive(text: str | None) -> bool:
+    """Whether a field holds a positive, finite number."""
+    return _wrong({"": text or ""}, [""]) is None
 
 
 def _wrong(row: Row, columns: Sequence[str]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_xmod.flops import active_params
-from megatron_xmod.scaling.references import interpolate
+from megatron_xmod.scaling.data import interpolate
 from megatron_xmod.sweep.identity import is_dense
 from megatron_xmod.sweep.plan import Run
 from megatron_xmod.sweep.state import DONE, State

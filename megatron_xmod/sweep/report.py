@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from megatron_xmod.flops import model_plan, total_params
+from megatron_xmod.report import Report
 from megatron_xmod.runtime.words import duration
-from megatron_xmod.scaling.report import Report
 from megatron_xmod.sweep import plots
 from megatron_xmod.sweep.compare import Curve, Difference, Pairs, dense_curves, difference, groups
 from megatron_xmod.sweep.identity import is_dense

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_xmod.errors import UserError
-from megatron_xmod.scaling.data import read_chinchilla, read_routed, read_xmod
-from megatron_xmod.scaling.references import DenseCurves
+from megatron_xmod.scaling.data import DenseCurves, read_chinchilla, read_routed, read_xmod
 from megatron_xmod.scaling.table import read_table
 
 HEADER = "run,N_act,N,L,K,A,C,loss,status"

@@ -8,8 +8,7 @@ import pytest
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling.fitted import read_law
 from megatron_xmod.scaling.law import CANDIDATE, PUBLISHED
-from megatron_xmod.scaling.recovery import NOISE, sweep_csv
-from megatron_xmod.scaling.synthetic import outside_grid, paper_grid
+from megatron_xmod.scaling.recovery import NOISE, outside_grid, paper_grid, sweep_csv
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared" / "data" / "scaling"
