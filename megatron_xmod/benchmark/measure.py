@@ -83,9 +83,10 @@ def measure(subjects: list[Subject], tokens: Iterator[Tensor], steps: int, accum
     for number in range(-warm_up, steps):
         micro_batches = [next(tokens) for _ in range(accumulation)]
         for subject in subjects:
-            if number == 0:
-                _look_inside(subject, micro_batches, device, found[subject.name])
-            seconds = train_step(subject, micro_batches, device)
+            with subject.on(device):
+                if number == 0:
+                    _look_inside(subject, micro_batches, device, found[subject.name])
+                seconds = train_step(subject, micro_batches, device)
             if number >= 0:
                 for phase, value in zip(PHASES, seconds, strict=True):
                     found[subject.name].seconds[phase].append(value)
@@ -95,26 +96,25 @@ def measure(subjects: list[Subject], tokens: Iterator[Tensor], steps: int, accum
 
 
 def _look_inside(subject: Subject, micro_batches: list[Tensor], device: torch.device, into: Measured) -> None:
-    """Launches and peak memory of one step; the subject's own standing bytes and what the step needs on top."""
+    """Launches and peak memory of one step, weights and optimizer included."""
     cuda = device.type == "cuda"
-    standing = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-    standing += sum(v.numel() * v.element_size() for s in subject.optimizer.state.values() for v in s.values())
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)  # of all subjects
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, profile_memory=not cuda) as profiler:
         train_step(subject, micro_batches, device)
     events = profiler.events()
     if cuda:
-        # Kernels, without the spans that annotations draw over them. Those of the selection are not told apart here.
-        on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-        into.launches = sum(not e.is_user_annotation for e in on_gpu)
-        into.peak_memory_bytes = standing + torch.cuda.max_memory_allocated(device) - before
+        # Each kernel hangs at the operator that launched it.
+        into.launches = sum(len(e.kernels) for e in events)
+        into.selection_launches = sum(len(e.kernels) for e in events if e.kernels and _inside_selection(e))
+        into.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
         return
     leaves = [e for e in events if e.name.startswith("aten::") and not _has_operators(e)]
     into.launches = len(leaves)
     into.selection_launches = sum(_inside_selection(e) for e in leaves)
+    standing = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+    standing += sum(v.numel() * v.element_size() for s in subject.optimizer.state.values() for v in s.values())
     into.peak_memory_bytes = standing + _peak_allocated(profiler)
 
 
@@ -144,6 +144,6 @@ def _peak_allocated(profiler: profile) -> int:
 def write_trace(subject: Subject, tokens: Tensor, device: torch.device, file: Path) -> None:
     """A step's trace to open in a browser (chrome://tracing, Perfetto)."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with subject.on(device), profile(activities=activities) as profiler:
         train_step(subject, [tokens], device)
     profiler.export_chrome_trace(str(file))

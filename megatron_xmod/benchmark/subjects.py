@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,18 @@ class Subject:
     loss: Callable[[Tensor], Tensor]
     flops_per_token: float
 
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Brings model and optimizer to the device, and back to the CPU after: the others leave it the memory."""
+        self._move(device)
+        yield
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items()})
+
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
@@ -73,7 +86,7 @@ def xmod_subject(name: str, config: Config, device: torch.device, dtype: torch.d
     kernels = load(choose_names(config, device, dtype))
     context = ModelContext(config.model, recompute=config.parallel.recompute, kernels=kernels,
                            compile=config.kernels.compile)
-    model = Transformer(context, config.train.seed).to(device, dtype)
+    model = Transformer(context, config.train.seed).to(dtype)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, Mesh(), zero_stage=0, adamw=kernels.adamw)
 
     def loss(tokens: Tensor) -> Tensor:
@@ -100,7 +113,7 @@ def hf_subject(name: str, config: Config, device: torch.device, dtype: torch.dty
         head_dim=model.head_dim, rope_theta=model.rope_theta, rms_norm_eps=model.norm_eps, tie_word_embeddings=False,
         max_position_embeddings=config.data.seq_length, use_cache=False,
         attn_implementation="eager" if name == "hf:eager" else "sdpa")
-    peer = Qwen3ForCausalLM(shape).to(device, dtype)
+    peer = Qwen3ForCausalLM(shape).to(dtype)
     for parameter in peer.parameters():  # what our optimizer reads of a parameter
         parameter.kind, parameter.tensor_parallel_dim = "matrix" if parameter.dim() == 2 else "other", None
     kernels = load(choose_names(config, device, dtype))
