@@ -84,8 +84,9 @@ def _triton(place: Place) -> str | None:
 
 
 def _apex_norm(place: Place) -> str | None:
-    return _compiled(place) or _cuda(place) or _apex(("apex.normalization.fused_layer_norm", "fused_rms_norm_affine"),
-                                 ("fused_layer_norm_cuda", "rms_forward_affine"))
+    return _compiled(place) or _cuda(place) or _apex(
+        ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine"),
+        ("fused_layer_norm_cuda", "rms_forward_affine"))
 
 
 def _apex_adam(place: Place) -> str | None:

@@ -38,10 +38,11 @@ def choose(device=GPU, dtype=torch.bfloat16, head_dim=64, **kernels):
 
 def test_configuration_names_what_there_is():
     hints = get_type_hints(KernelsConfig)
+    assert hints.pop("compile") is bool
     assert set(hints) == set(IMPLEMENTATIONS) == set(Kernels._fields)
     for operation, choices in IMPLEMENTATIONS.items():
         assert get_args(hints[operation]) == ("auto", *choices)
-    assert all(field.default == "auto" for field in fields(KernelsConfig))
+    assert all(field.default == "auto" for field in fields(KernelsConfig) if field.name != "compile")
 
 
 def test_cpu_runs_torch():
@@ -73,6 +74,14 @@ def test_gpu_runs_what_is_installed(machine):
     assert choose(CPU) == TORCH
     chosen = choose(rms_norm="apex", select="torch", attention="sdpa", adamw="apex")
     assert chosen == {**ours, "rms_norm": "apex", "select": "torch", "adamw": "apex"}
+
+
+def test_what_torch_compile_makes_itself(machine):
+    machine(TRITON, fakes.NVIDIA_APEX)
+    assert choose(compile=True) == {**TORCH, "select": "triton"}
+    for operation, name in (("rms_norm", "triton"), ("rms_norm", "apex"), ("scatter_add", "triton")):
+        with pytest.raises(UserError, match=f"kernels.{operation} is {name}, .*: kernels.compile is on"):
+            choose(compile=True, **{operation: name})
 
 
 def test_flash_attn_has_limits(machine, monkeypatch):

@@ -1,12 +1,13 @@
 from dataclasses import replace
 
-from megatron_xmod.config.schema import Config, ModelConfig, RoutingConfig
+from megatron_xmod.config.schema import Config, KernelsConfig, ModelConfig, RoutingConfig
 from megatron_xmod.sweep.identity import config_hash, differences, is_dense
 
 
-def test_the_rhythm_of_saving_and_logging_does_not_matter():
+def test_the_rhythm_of_saving_and_logging_and_the_kernels_do_not_matter():
     config = Config()
-    other = replace(config, train=replace(config.train, output="elsewhere", log_interval=1, save_interval=7))
+    other = replace(config, train=replace(config.train, output="elsewhere", log_interval=1, save_interval=7),
+                    kernels=KernelsConfig(adamw="torch_foreach"))
     assert config_hash(other) == config_hash(config) and differences(other, config) == []
 
 

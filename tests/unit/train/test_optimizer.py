@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_xmod.config.schema import OptimizerConfig
+from megatron_xmod.kernels.adamw import torch_foreach
 from megatron_xmod.train.optimizer import build_optimizer, global_grad_norm, orthogonalise
 
 ONE_PROCESS = SimpleNamespace(tensor_group=None, pipeline_group=None, tensor_rank=0, pipeline_rank=0, tensor_size=1,
@@ -75,6 +76,19 @@ def test_adamw_equals_torch(dtype, fused, tolerance):
             reference.step()
     for name in model:
         torch.testing.assert_close(model[name], expected[name], rtol=tolerance, atol=tolerance)
+
+
+def test_implementations_of_adamw_share_their_state():
+    """A run goes on under another one, from what the first saved."""
+    model, expected = make_model(), make_model()
+    train(expected, build(expected, ADAMW), range(4))
+    first = build(model, ADAMW)
+    train(model, first, range(2))
+    second = build_optimizer(model.items(), ADAMW, ONE_PROCESS, zero_stage=0, adamw=torch_foreach)
+    second.load_state_dict(first.state_dict())
+    train(model, second, range(2, 4))
+    for name in model:
+        torch.testing.assert_close(model[name], expected[name], rtol=1e-13, atol=1e-13)
 
 
 def test_muon_equals_torch_slice_by_slice(monkeypatch):
