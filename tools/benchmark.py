@@ -19,7 +19,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--config", action="append", required=True, metavar="FILE", help="configuration file of the size")
     add("--variants", nargs="+", default=["dense", "mod", "soft:a4k8", "exclusive:a4k8", "exclusive:a3k16"],
-        metavar="[MODE:]NAME", help="files of examples/configs/variant; the mode is soft or exclusive")
+        metavar="[MODE:]NAME",
+        help="aAkK for any A and K, or files of examples/configs/variant; the mode is soft or exclusive")
     add("--seq-length", type=int, default=4096, help="tokens per sequence (default %(default)s)")
     add("--batch", type=int, default=1, help="sequences per micro-batch (default %(default)s)")
     add("--accumulation", type=int, default=1, help="micro-batches per step (default %(default)s)")

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,15 +66,21 @@ def variant_config(base: list[str], variant: str, overrides: list[str]) -> Confi
 
     Args:
         base: Configuration files.
-        variant: [mode:]name, where the name is that of a file of examples/configs/variant or a path.
+        variant: [mode:]name, where the name is aAkK for numbers A and K, or that of a file of examples/configs/variant,
+            or a path.
         overrides: Command-line overrides, laid over all.
     """
     mode, _, name = variant.rpartition(":")
     if mode and mode not in MODES:
         raise UserError(f"the variant {variant!r} has mode {mode!r}; it is one of {', '.join(MODES)}.")
-    file = name if name.endswith(".yaml") else str(_VARIANTS / f"{name}.yaml")
-    files = [word for path in (*base, file) for word in ("--config", path)]
-    config = load_config([*files, *(["--model.routing.mode", mode] if mode else []), *overrides])
+    settings = ["--model.routing.mode", mode] if mode else []
+    any_xmod = re.fullmatch(r"a(\d+)k(\d+)", name)
+    if any_xmod:
+        settings += ["--model.routing.A", any_xmod[1], "--model.routing.K", any_xmod[2]]
+        files = base
+    else:
+        files = [*base, name if name.endswith(".yaml") else str(_VARIANTS / f"{name}.yaml")]
+    config = load_config([*(word for path in files for word in ("--config", path)), *settings, *overrides])
     model = config.model
     if model.prefix_layers is not None and not model_plan(model).groups:
         raise UserError(f"the variant {variant!r} has no sparse layer with model.active_layers {model.active_layers} "

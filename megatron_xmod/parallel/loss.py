@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_xmod.parallel.mesh import Mesh
 
-# Bytes of a piece: on the CPU what a cache holds, on a GPU enough to fill it.
-_PIECE_BYTES = {"cpu": 2**22, "cuda": 2**28}
+# Of a piece: enough that operators cost nothing, on a GPU too, and little beside the logits.
+_PIECE_BYTES = {"cpu": 2**26, "cuda": 2**28}
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor, vocab_size: int, mesh: Mesh) -> Tensor:
@@ -72,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _pieces(logits_NV: Tensor, width: int, dtype: torch.dtype):
     """The logits without padding, some rows after another."""
     row_bytes = max(width, 1) * torch.finfo(dtype).bits // 8
-    rows = max(1, _PIECE_BYTES.get(logits_NV.device.type, 2**28) // row_bytes)
+    rows = max(1, _PIECE_BYTES[logits_NV.device.type] // row_bytes)
     for piece in logits_NV.split(rows):
         yield piece[:, :width].to(dtype)
 
