@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     subjects = [xmod_subject(name, config, device, dtype) for name, config in configs.items()]
     first = next(iter(configs.values()))
     subjects += [hf_subject(peer, first, device, dtype) for peer in options.peer]
-    print(describe(choose_names(first, device, dtype)))
+    print(describe(choose_names(first, device, dtype), first.kernels.compile))
     tokens = make_tokens(first, options.batch, device)
     found = measure(subjects, tokens, options.steps, options.accumulation, options.warm_up, device)
     tokens_per_step = options.batch * options.accumulation * options.seq_length

@@ -144,9 +144,10 @@ def load(names: dict[str, str]) -> Kernels:
     return Kernels(**{operation: _function(IMPLEMENTATIONS[operation][name][1]) for operation, name in names.items()})
 
 
-def describe(names: dict[str, str]) -> str:
+def describe(names: dict[str, str], compiled: bool) -> str:
     """One line for the start of a run."""
-    return "kernels: " + ", ".join(f"{operation} {name}" for operation, name in names.items())
+    line = "kernels: " + ", ".join(f"{operation} {name}" for operation, name in names.items())
+    return f"{line}; blocks compiled" if compiled else line
 
 
 def _function(where: str) -> Callable:

@@ -145,7 +145,7 @@ class Trainer:
             f"depth {float(plan.active_layers):g} | tensor {mesh.tensor_size} x pipeline {mesh.pipeline_size} x data "
             f"{mesh.data_size} | stages {trainable.bounds}, heaviest {trainable.imbalance:.2f}x the mean | "
             f"{self.config.train.precision} on {self.device.type}, ZeRO {self.config.parallel.zero_stage}")
-        self.console.say(describe(trainable.kernels))
+        self.console.say(describe(trainable.kernels, self.config.kernels.compile))
 
     def _train_step(self, batches: Iterator) -> None:
         """One optimizer step; on steps that are logged, with routing statistics."""
