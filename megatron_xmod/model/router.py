@@ -6,12 +6,14 @@ Shapes: B batch, S sequence, K tokens kept per sequence, D width, R layers in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_xmod.kernels import reference
 from megatron_xmod.model.context import ModelContext
 from megatron_xmod.parallel.tensor import new_parameter
 
@@ -84,13 +86,16 @@ class _Logits(torch.autograd.Function):
         return x_gradient.view_as(x_BSD).to(x_BSD.dtype), weight_gradient.view_as(weight).to(weight.dtype)
 
 
-def select_top_k(score_BS: Tensor, count: int) -> Selection:
+def select_top_k(score_BS: Tensor, count: int, select_round: Callable = reference.select_round) -> Selection:
     """The `count` tokens of each sequence with the largest score; of equal scores, the earlier token.
 
     Sees the whole sequence, so a token's fate depends on later tokens.
+
+    Args:
+        select_round: The kernel; a layer that shares with no other is a round of one.
     """
-    order = score_BS.detach().sort(dim=-1, descending=True, stable=True).indices
-    return Selection(order[:, :count].sort(dim=-1).values)
+    _, positions_RBK = select_round(score_BS.unsqueeze(-1), count)
+    return Selection(positions_RBK[0])
 
 
 def select_threshold(score_BS: Tensor) -> Selection:

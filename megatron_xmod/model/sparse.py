@@ -134,7 +134,7 @@ class SparseRound(nn.Module):
     def _select(self, score_BS: Tensor) -> Selection:
         if self.context.routing == "threshold":
             return select_threshold(score_BS)
-        return select_top_k(score_BS, self._count(score_BS.shape[1]))
+        return select_top_k(score_BS, self._count(score_BS.shape[1]), self.context.kernels.select)
 
     @torch.no_grad()
     def _select_free(self, score_BS: Tensor, free_BS: Tensor, last: bool) -> Selection:

@@ -146,10 +146,10 @@ def reference(steps: int, precision: str, optimizer: str, kind: str) -> dict:
 def _watch_margins(margins: list[float]):
     select = sparse.select_top_k
 
-    def select_and_look(score_BS, count):
+    def select_and_look(score_BS, count, kernel):
         ranked = score_BS.detach().sort(descending=True).values
         margins.append(((ranked[:, count - 1] - ranked[:, count]) / ranked.abs().amax(1)).min().item())
-        return select(score_BS, count)
+        return select(score_BS, count, kernel)
 
     sparse.select_top_k = select_and_look
     yield

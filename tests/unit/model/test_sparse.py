@@ -92,8 +92,8 @@ def watch_selections(monkeypatch):
     """The (scores, mask) of each top-k selection from now on."""
     seen = []
 
-    def watched(score_BS, count, select=sparse.select_top_k):
-        selection = select(score_BS, count)
+    def watched(score_BS, count, kernel, select=sparse.select_top_k):
+        selection = select(score_BS, count, kernel)
         seen.append((score_BS, selection))
         return selection
 
