@@ -48,7 +48,8 @@ def test_configuration_names_what_there_is():
 def test_cpu_runs_torch():
     names = choose(CPU, torch.float32)
     assert names == TORCH
-    line = "kernels: rms_norm torch, gather_norm torch, scatter_add torch, select torch, attention sdpa, adamw torch_fused"
+    line = "kernels: rms_norm torch, gather_norm torch, scatter_add torch, select torch, " \
+           "attention sdpa, adamw torch_fused"
     assert describe(names, compiled=False) == line
     assert describe(names, compiled=True) == f"{line}; blocks compiled"
     assert all(callable(function) for function in load(names))
