@@ -61,6 +61,8 @@ def main(arguments: list[str]) -> None:
         options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     overrides += ["--data.seq_length", str(options.seq_length)]
     configs = {name: variant_config(options.config, name, overrides) for name in options.variants}
+    if dtype == torch.bfloat16 and any(c.optimizer.name == "muon" for c in configs.values()):
+        raise UserError("optimizer.name muon works on fp32 weights. Add --dtype fp32, or take adamw.")
     subjects = [xmod_subject(name, config, device, dtype) for name, config in configs.items()]
     first = next(iter(configs.values()))
     subjects += [hf_subject(peer, first, device, dtype) for peer in options.peer]

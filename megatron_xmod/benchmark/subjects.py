@@ -49,8 +49,10 @@ class Subject:
     def on(self, device: torch.device) -> Iterator[None]:
         """Brings model and optimizer to the device, and back to the CPU after: the others leave it the memory."""
         self._move(device)
-        yield
-        self._move(torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
         self.model.to(device)
@@ -74,15 +76,14 @@ def variant_config(base: list[str], variant: str, overrides: list[str]) -> Confi
     if mode and mode not in MODES:
         raise UserError(f"the variant {variant!r} has mode {mode!r}; it is one of {', '.join(MODES)}.")
     settings = ["--model.routing.mode", mode] if mode else []
-    any_xmod = re.fullmatch(r"a(\d+)k(\d+)", name)
-    if any_xmod:
-        settings += ["--model.routing.A", any_xmod[1], "--model.routing.K", any_xmod[2]]
-        files = base
+    xmod, files = re.fullmatch(r"a([\d.]+)k(\d+)", name), base
+    if xmod:
+        settings += ["--model.routing.A", xmod[1], "--model.routing.K", xmod[2]]
     else:
         files = [*base, name if name.endswith(".yaml") else str(_VARIANTS / f"{name}.yaml")]
     config = load_config([*(word for path in files for word in ("--config", path)), *settings, *overrides])
     model = config.model
-    if model.prefix_layers is not None and not model_plan(model).groups:
+    if (xmod or model.prefix_layers is not None) and not model_plan(model).groups:
         raise UserError(f"the variant {variant!r} has no sparse layer with model.active_layers {model.active_layers} "
                         f"and model.prefix_layers {model.prefix_layers}: it would be dense. Raise model.active_layers.")
     return config
@@ -121,8 +122,10 @@ def hf_subject(name: str, config: Config, device: torch.device, dtype: torch.dty
         max_position_embeddings=config.data.seq_length, use_cache=False,
         attn_implementation="eager" if name == "hf:eager" else "sdpa")
     peer = Qwen3ForCausalLM(shape).to(dtype)
+    tables = {peer.get_input_embeddings().weight, peer.get_output_embeddings().weight}
     for parameter in peer.parameters():  # what our optimizer reads of a parameter
-        parameter.kind, parameter.tensor_parallel_dim = "matrix" if parameter.dim() == 2 else "other", None
+        kind = "matrix" if parameter.dim() == 2 else "other"
+        parameter.kind, parameter.tensor_parallel_dim = "embedding" if parameter in tables else kind, None
     kernels = load(choose_names(config, device, dtype))
     optimizer = build_optimizer(peer.named_parameters(), config.optimizer, Mesh(), zero_stage=0, adamw=kernels.adamw)
 

@@ -96,7 +96,7 @@ def _apex_adam(place: Place) -> str | None:
 def _flash_attn(place: Place) -> str | None:
     if place.head_dim > 256:
         return f"it takes a head_dim of at most 256, and this model's is {place.head_dim}"
-    return _cuda(place, (8, 0)) or _numbers(place, torch.float16, torch.bfloat16) \
+    return _compiled(place) or _cuda(place, (8, 0)) or _numbers(place, torch.float16, torch.bfloat16) \
         or _package("flash_attn", "flash_attn_func")
 
 
@@ -126,6 +126,8 @@ def choose_names(config: Config, device: torch.device, dtype: torch.dtype) -> di
     Raises:
         UserError: one that the configuration names can't be used.
     """
+    if config.kernels.compile and device.type == "cpu":
+        _require_compiler()
     place, names = Place(device, dtype, config.model.head_dim, config.kernels.compile), {}
     for operation, choices in IMPLEMENTATIONS.items():
         wanted = getattr(config.kernels, operation)
@@ -137,6 +139,17 @@ def choose_names(config: Config, device: torch.device, dtype: torch.dtype) -> di
             raise UserError(f"kernels.{operation} is {wanted}, which can't be used: {reason}. Set it to auto.")
         names[operation] = wanted
     return names
+
+
+def _require_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError("kernels.compile needs a C++ compiler on the CPU and finds none. Install g++, or set it to "
+                        "false.") from None
 
 
 def load(names: dict[str, str]) -> Kernels:

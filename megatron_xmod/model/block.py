@@ -138,19 +138,22 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x times the weight [out, in]; or layer by layer, x [R, ..., in] and weight [R, out, in]."""
     if weight.dim() == 2:
         return F.linear(x, weight)
-    return _StackedLinear.apply(x.flatten(1, -2), weight).unflatten(1, x.shape[1:-1])
+    return _StackedLinear.apply(x, weight)
 
 
 class _StackedLinear(torch.autograd.Function):
     """bmm(x, weight.mT). Autograd's own backward gives the weight's gradient transposed, and then copies it whole into
-    the layout of the weight."""
+    the layout of the weight. The result is no view: the sum over tensor-parallel ranks is written into it."""
 
     @staticmethod
-    def forward(ctx, x_RNI, weight_ROI):
-        ctx.save_for_backward(x_RNI, weight_ROI)
-        return torch.bmm(x_RNI, weight_ROI.mT)
+    def forward(ctx, x, weight_ROI):
+        ctx.save_for_backward(x, weight_ROI)
+        y_RNO = torch.bmm(x.flatten(1, -2), weight_ROI.mT)
+        return torch.ops.aten._unsafe_view(y_RNO, (*x.shape[:-1], weight_ROI.shape[1]))
 
     @staticmethod
-    def backward(ctx, gradient_RNO):
-        x_RNI, weight_ROI = ctx.saved_tensors
-        return torch.bmm(gradient_RNO, weight_ROI), torch.bmm(gradient_RNO.mT, x_RNI)
+    def backward(ctx, gradient):
+        x, weight_ROI = ctx.saved_tensors
+        gradient_RNO = gradient.flatten(1, -2)
+        x_gradient = torch.bmm(gradient_RNO, weight_ROI).view_as(x)
+        return x_gradient, torch.bmm(gradient_RNO.mT, x.flatten(1, -2))

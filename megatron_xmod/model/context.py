@@ -65,4 +65,5 @@ class ModelContext:
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    # A graph for each size of a round, with and without gradients; a benchmark has several models in one process.
+    return torch.compile(function, fullgraph=True, dynamic=False, recompile_limit=64)

@@ -3,8 +3,8 @@
 A token that no layer of the round has taken yet has not changed since the round began, so all routers can read it then;
 and a layer changes only its own tokens.
 
-Shapes: B batch, S sequence, R layers in the round. `owner_BS` names the layer of
-the round that takes a token, R for none.
+Shapes: B batch, S sequence, R layers in the round. `owner_BS` names the layer of the round that takes a token, R for
+none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that may be sharded.
 
 The logits are the largest tensor of a step (50k of them per token), so they are read in pieces: next to them only their
-gradient is ever held, in their own dtype.
+gradient, in their own dtype, and a piece in fp32 are ever held.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import torch
 
 from megatron_xmod.benchmark.measure import Measured
 from megatron_xmod.benchmark.report import rows, table
-from megatron_xmod.benchmark.subjects import Subject
+from megatron_xmod.benchmark.subjects import Subject, variant_config
+from megatron_xmod.config.load import load_config
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--model.hidden_size", "32", "--model.ffn_size", "32", "--model.vocab_size", "64",
@@ -68,10 +69,22 @@ def test_launches_are_those_of_a_step(tmp_path):
     assert counts[1] > 1.5 * counts[0]
 
 
+def test_a_variant_of_any_a_and_k():
+    base = [str(ROOT / "examples" / "configs" / "size" / "165m.yaml")]
+    model = variant_config(base, "exclusive:a0.5k4", []).model
+    assert (model.routing.mode, model.routing.A, model.routing.K) == ("exclusive", 0.5, 4)
+    published = load_config([word for file in (*base, str(ROOT / "examples/configs/variant/a4k8.yaml"))
+                             for word in ("--config", file)])
+    assert variant_config(base, "a4k8", []) == published
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--variants", "dense", "dense"], "twice"),
     (["--variants", "dense", "--steps", "0"], "--steps is 0"),
     (["--variants", "nowhere:dense"], "has mode 'nowhere'"),
+    (["--variants", "dense", "--optimizer.name", "muon", "--dtype", "bf16", "--parallel.zero_stage", "0",
+      "--train.precision", "fp32"], "--dtype fp32"),
+    (["--config", str(ROOT / "examples/configs/variant/dense.yaml"), "--variants", "a4k8"], "it would be dense"),
     (["--variants", "a1k16", "--model.active_layers", "5", "--seq-length", "64"], "it would be dense"),
 ])
 def test_bad_options_are_one_message(arguments, message):

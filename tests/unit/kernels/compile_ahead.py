@@ -36,6 +36,10 @@ def forms():
     for score, keys, signed, unsigned, bits, block, warps in SCORES:
         yield (triton_select._select, {"score": score, "keys": keys, "owner": "*i64", "positions": "*i64"},
                {"INT": signed, "UINT": unsigned, "BITS": bits, "BLOCK": block}, warps)
+        # Of one soft layer: the launcher makes a constant of an argument that is 1.
+        yield (triton_select._select, {"score": score, "keys": keys, "owner": "*i64", "positions": "*i64"},
+               {"INT": signed, "UINT": unsigned, "BITS": bits, "BLOCK": block, "batch": 1, "layers": 1,
+                "token_stride": 1, "layer_stride": 1}, warps)
 
 
 def compile_form(kernel, pointers, constants, warps, capability):
@@ -43,7 +47,9 @@ def compile_form(kernel, pointers, constants, warps, capability):
     constants = {name: value for name, value in constants.items() if name in names}
     constants |= {name: None for name, kind in pointers.items() if kind is None and name in names}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    source = ASTSource(kernel, signature, constexprs=constants)
+    # Tensors begin at multiples of 16 bytes, and then loads are wide.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     assert compiled.asm["cubin"]
 

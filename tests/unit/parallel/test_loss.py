@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_xmod.parallel import loss as loss_module
 from megatron_xmod.parallel.loss import cross_entropy
 from megatron_xmod.parallel.mesh import Mesh
 from tests.unit.parallel.threads import run_ranks
@@ -34,8 +35,15 @@ def expected_loss(logits, targets, vocab_size, weights_BS):
     return loss.detach(), leaf.grad
 
 
+@pytest.fixture(params=[None, 700, 1], ids=["whole", "two pieces", "row by row"])
+def pieces(request, monkeypatch):
+    """Toy logits are one piece; with fewer bytes for a piece they are several, the last one smaller."""
+    if request.param:
+        monkeypatch.setitem(loss_module._PIECE_BYTES, "cpu", request.param)
+
+
 @pytest.mark.parametrize("vocab_size", [PADDED, 29, 7])
-def test_one_rank(vocab_size):
+def test_one_rank(vocab_size, pieces):
     logits, targets, weights_BS = make(vocab_size)
     loss, gradient = expected_loss(logits, targets, vocab_size, weights_BS)
     logits.requires_grad_()
@@ -51,7 +59,7 @@ def test_one_rank(vocab_size):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("vocab_size", [PADDED, 29, 7])  # with 7 some ranks hold nothing but padding
-def test_sharded(monkeypatch, size, vocab_size):
+def test_sharded(monkeypatch, size, vocab_size, pieces):
     logits, targets, weights_BS = make(vocab_size)
     loss, gradient = expected_loss(logits, targets, vocab_size, weights_BS)
 
