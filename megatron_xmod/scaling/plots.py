@@ -53,8 +53,12 @@ def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[flo
         low, high = intervals[name]
         # Not far beyond the interval's ends: single wild refits would squeeze the rest into one bar.
         wide = low > 0 and high > _WIDE * low
-        factor, margin = (high / low) ** 0.3, 0.5 * (high - low) or 1e-9
-        near = (low / factor, high * factor) if wide else (low - margin, high + margin)
+        if wide:
+            factor = (high / low) ** 0.3
+            near = low / factor, high * factor
+        else:
+            margin = 0.5 * (high - low) or 1e-9
+            near = low - margin, high + margin
         shown = draws[name][(draws[name] >= near[0]) & (draws[name] <= near[1])]
         ax.hist(shown, bins=np.geomspace(shown.min(), shown.max(), 41) if wide else 40, color=BLUE, alpha=0.5)
         if wide:
