@@ -52,10 +52,19 @@ def require_budgets(problem: Problem, fixed: dict[str, float]) -> None:
     if "kappa" in fixed or "kappa" not in problem.form.names:
         return
     C, size = problem.x["C"], problem.x["N_act"]
-    # Closer budgets than this are one, which whole steps have split.
-    if all(np.ptp(np.log(C[size == value])) < 0.05 for value in np.unique(size)):
+    if all(len(np.unique(budgets(C[size == value]))) == 1 for value in np.unique(size)):
         raise UserError("kappa needs runs at 2 or more values of C at the same N_act, which this sweep has not. Add "
                         "runs at another budget, or hold it with --fix kappa=VALUE.")
+
+
+def budgets(C: np.ndarray) -> np.ndarray:
+    """The smallest C of the same budget, for each run [n]. C within 5 % are one, which whole steps have split."""
+    result = np.empty_like(C)
+    first = -np.inf
+    for i in np.argsort(C, kind="stable"):
+        first = first if C[i] <= 1.05 * first else C[i]
+        result[i] = first
+    return result
 
 
 def matches(sweep: Sweep, outside: list[tuple[str, float]]) -> np.ndarray:
