@@ -203,7 +203,7 @@ def draw(question, law, choice, path: Path) -> None:
     from megatron_xmod.scaling import design, plots
 
     best = (choice.best.K, choice.best.A) if choice.best else None
-    found = {(c.K, c.A): (c.delta, c.K_tested and c.A_tested) for c in choice.candidates}
+    found = {(c.K, c.A): (c.delta, not design.outside_data(question, law, c)) for c in choice.candidates}
     K, every = sorted({k for k, _ in found}), sorted({a for _, a in found})
     # Few enough A to read their rows.
     A = [a for a in every if a in (0.5, round(a)) or (best and a == best[1])] if len(every) > 12 else every
@@ -211,8 +211,11 @@ def draw(question, law, choice, path: Path) -> None:
     at = np.geomspace(1, 1.5 * max(K), 120)
     built = [(c.K, c.delta) for c in choice.candidates if c.law_A == choice.stride]
     curve = (at, *design.curve(question, law, at, choice.stride))
-    save(plots.choice(K, A, delta, inside == 1, best, curve, choice.stride, law.domain["K"],
-                      tuple(np.array(built).T)), path)
+    tested = (law.domain if choice.stride == 1 else law.stride_domain).get("K")
+    # The colours are for tested K and A; far outside the law may say anything.
+    first = [c.delta for c in choice.candidates if c.untested == choice.candidates[0].untested]
+    save(plots.choice(K, A, delta, inside == 1, best, curve, choice.stride, tested, tuple(np.array(built).T),
+                      max(map(abs, first))), path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,26 @@ def test_the_table_the_misfit_and_the_plot(tool, capsys, tmp_path):
     text = capsys.readouterr().out
     assert "best: K = 16, A = 5" in text and "K 4: -0.037 (law -0.100, 2.7x)" in text
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20000
+
+
+@pytest.mark.parametrize("length, size, stride, hatched, band", [
+    ("32768", "165M", "5", lambda K, A: not 4 <= K <= 16, (4, 16)),
+    ("32768", "165M", "1", lambda K, A: not 2 <= K <= 24, (2, 24)),
+    ("32768", "556M", None, lambda K, A: A != 1 or not 2 <= K <= 24, (4, 16)),
+    ("65536", "165M", None, lambda K, A: True, (4, 16)),
+])
+def test_the_map_hatches_what_lies_outside_the_data(tool, monkeypatch, tmp_path, length, size, stride, hatched, band):
+    from megatron_xmod import plotting
+    from megatron_xmod.scaling import plots
+    seen = []
+    monkeypatch.setattr(plots, "choice", lambda *args: seen.append(args))
+    monkeypatch.setattr(plotting, "save", lambda figure, path: None)
+    tool.main(["--compute", "1e20", "--seq-length", length, "--active-params", size, "--plot", str(tmp_path / "a.png"),
+               *(("--anchor-stride", stride) if stride else ())])
+    K, A, delta, inside, _, _, _, tested, *_ = seen[0]
+    wrong = [(k, a) for i, a in enumerate(A) for j, k in enumerate(K)
+             if math.isfinite(delta[i, j]) and inside[i, j] == hatched(k, a)]
+    assert not wrong and tested == band
 
 
 def test_a_law_from_a_file(ask, tmp_path):
