@@ -184,12 +184,13 @@ def _headline(answer: dict[str, Any]) -> list[str]:
     optimum = "none" if answer["continuous_K"] is None else \
         f"K = {answer['continuous_K']:.1f}, delta {answer['continuous_delta']:+.4f}"
     continuous = f"optimum over real K at A = {answer['continuous_A']:g}: {optimum}"
+    warning = "" if answer["inside_data"] else " (outside the law's data, see below)"
     if answer["K"] is None:
-        return [f"best: dense (P {answer['p_dense']:.2f})", continuous]
+        return [f"best: dense (P {answer['p_dense']:.2f}){warning}", continuous]
     low, high = answer["delta_interval"]
     memory = sum(answer["state_bytes"].values()) / 2**30
     return [f"best: K = {answer['K']}, A = {answer['A']:g}: delta {answer['delta']:+.4f} [{low:+.4f}, {high:+.4f}] "
-            f"nats against dense, P(best) {answer['p_best']:.2f}", continuous,
+            f"nats against dense, P(best) {answer['p_best']:.2f}{warning}", continuous,
             f"{answer['layers']} layers, {answer['total_params'] / 1e9:.2f} B parameters, training state "
             f"{memory:.1f} GiB before sharding",
             f"FLOPs per token: phi {answer['flops_per_token_paper']:.3g} ({answer['flops_ratio_to_dense']:.2f} of "

@@ -126,12 +126,13 @@ def test_best_and_ties_are_always_printed(tool, ask, capsys):
         assert table.count("near-tie") == len(answer["near_ties"]) and table.count("  best") == 1
 
 
-def test_it_says_where_it_knows_nothing(ask):
+def test_it_says_where_it_knows_nothing(ask, tool):
     inside = ask(*LAYERS)
     assert inside["inside_data"] and any("no C in it" in note for note in inside["notes"])
-    assert not any("OUTSIDE" in note for note in inside["notes"])
+    assert not any("OUTSIDE" in note for note in inside["notes"]) and "(outside" not in tool.report(inside)
     for words in ({"length": 65536}, {"size": "1.65B"}):
         answer = ask(*LAYERS, **words)
+        assert "(outside the law's data, see below)" in tool.report(answer).splitlines()[2]
         assert not answer["inside_data"] and any(note.startswith("OUTSIDE THE DATA") for note in answer["notes"])
     assert any("only run at N_act = 1.65e+08" in note for note in ask()["notes"])
     assert ask(size="20M", length=512)["notes"][-1].startswith("Layers, FLOPs and memory are those of")
