@@ -38,13 +38,17 @@ def require_spread(problem: Problem, fixed: dict[str, float]) -> None:
     """Refuses data that leave an exponent without anything to act on."""
     needs = {"eta_N": ("N_act", 2), "eta_L": ("L", 2), "rho_L": ("K", 3), "rho_K": ("K", 3), "rho_A": ("A", 2)}
     require_budgets(problem, fixed)
+    wanting = []
     for exponent in problem.form.exponents:
         variable, count = needs.get(exponent.name, ("K", 1))
         found = len(np.unique(problem.x[variable]))
         if exponent.name not in fixed and found < count:
-            way = f"hold it with --fix {exponent.name}=VALUE" + (", or fit --form base" * (variable == "A"))
-            raise UserError(f"{exponent.name} needs runs at {count} or more values of {variable}, but there are runs "
-                            f"at {found}. Add runs, or {way}.")
+            wanting.append((exponent.name, f"{exponent.name} needs runs at {count} or more values of {variable}, but "
+                            f"there are runs at {found}"))
+    if wanting:
+        way = " ".join(f"--fix {name}=VALUE" for name, _ in wanting)
+        base = ", or fit --form base" if "rho_A" in dict(wanting) else ""
+        raise UserError(f"{'; '.join(reason for _, reason in wanting)}. Add runs, or hold with {way}{base}.")
 
 
 def require_budgets(problem: Problem, fixed: dict[str, float]) -> None:

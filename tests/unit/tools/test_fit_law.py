@@ -123,6 +123,13 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
     path.write_text(sweep_csv(paper_grid()[::12], 0.0, 0))
     with pytest.raises(UserError, match="10 parameters to fit needs at least 11 runs, but 10 can be used"):
         fit_law("xmod", path)
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[0] == 298e6], 0.0, 0))
+    with pytest.raises(UserError, match="10 parameters to fit needs at least 11 runs, but 8 can be used"):
+        fit_law("xmod", path)
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[:2] == (556e6, 2048)], 0.0, 0))
+    with pytest.raises(UserError, match="eta_N .* values of N_act.*; eta_L .* values of L.*; rho_A .*Add runs, or hold "
+                       "with --fix eta_N=VALUE --fix eta_L=VALUE --fix rho_A=VALUE, or fit --form base"):
+        fit_law("xmod", path)
 
 
 @pytest.mark.parametrize("words, message", [
