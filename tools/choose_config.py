@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,35 +20,37 @@ from megatron_xmod.runtime.entry import run
 from megatron_xmod.scaling import require_extra
 from megatron_xmod.scaling.buildable import Question, nearest_backbone
 
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-
-def _amount(text: str) -> float:
+def _amount(text: str, **units: float) -> float:
     """556e6 or 556M."""
-    unit = _UNITS.get(text[-1:].upper(), 1.0)
-    return float(text[:-1] if unit > 1 else text) * unit
+    unit = (units or {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}).get(text[-1:].upper())
+    try:
+        value = float(text[:-1]) * unit if unit else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from error
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a finite number above 0.")
+    return value
 
 
 def _count(text: str) -> int:
-    value = float(text)
+    """32768 or 32k: lengths are counted in units of 1024."""
+    value = _amount(text, K=1024)
     if value != int(value):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a whole number.")
     return int(value)
-
-
-_amount.__name__, _count.__name__ = "amount", "whole number"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="choose_config.py", description=__doc__)
     add = parser.add_argument
     add("--compute", type=_amount, required=True, metavar="C", help="training FLOPs, as 1e20")
-    add("--seq-length", type=_count, required=True, metavar="L", help="tokens per sequence")
+    add("--seq-length", type=_count, required=True, metavar="L", help="tokens per sequence, as 32k (of 1024)")
     add("--active-params", type=_amount, required=True, metavar="N", help="N_act: parameters an average token passes, "
         "as 556M; the paper's own labels where they apply")
     add("--max-params", type=_amount, metavar="M", help="most parameters of the whole model")
     add("--max-layers", type=_count, metavar="n", help="most layers of the whole model")
-    add("--anchor-stride", type=float, metavar="A", help="use this A instead of searching")
+    add("--anchor-stride", type=_amount, metavar="A", help="use this A instead of searching")
     add("--ratio", choices=("params", "layers"), default="params", help="whether N/N_act counts parameters, embeddings "
         "included, or layers (default: params)")
     add("--pipeline-stages", type=_count, default=1, metavar="P", help="the model must be cut into P stages")

@@ -51,8 +51,9 @@ def main(argv: list[str]) -> None:
     require_extra()
     from megatron_xmod.scaling import studies
 
-    if args.bootstrap < 0:
-        raise UserError(f"--bootstrap is {args.bootstrap}; it must be 0 or more.")
+    for name in ("bootstrap", "seed", "drop_highest"):
+        if getattr(args, name, 0) < 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 0 or more.")
     options = studies.Options(args.loss, args.bootstrap, args.seed)
     if args.law == "chinchilla":
         saved, report = studies.chinchilla(args.data, options, args.drop_highest)

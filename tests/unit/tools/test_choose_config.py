@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_xmod.config.schema import ModelConfig
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling import fitted
+from megatron_xmod.scaling.buildable import Question
 from megatron_xmod.scaling.law import PUBLISHED, PUBLISHED_RMSE, XMOD
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -180,8 +182,15 @@ def test_a_law_from_a_file(ask, tmp_path):
     answer = ask("--law", str(path), "--ratio", "layers")
     assert answer["A"] == 1 and answer["continuous_K"] > 1.3 * OPTIMA[32768] and "table9_misfit" not in answer
     assert answer["intervals_from"] == "bootstrap refits to its runs"
-    for text, words in (("{", "not JSON"), ('{"law": "xmod"}', "not a law saved by"), ("[]", "not a law saved by")):
-        path.write_text(text)
+    domain = law["domain"]
+    for content, words in (("{", "not JSON"), ({"loss": "mse"}, "not a law saved by .*: it has no 'law'"),
+                           ([], "it holds no JSON object"), (law | {"law": "candidate"}, "its law is 'candidate'"),
+                           (law | {"domain": {k: v for k, v in domain.items() if k != "K"}}, "has no 'domain.K'"),
+                           (law | {"domain": domain | {"K": [2, math.nan]}}, "domain.K is .2, nan., but a range goes"),
+                           (law | {"domain": domain | {"L": [4096, 2048]}}, "domain.L is .4096, 2048."),
+                           (law | {"stride_domain": {"K": [0, 8]}}, "stride_domain.K is .0, 8."),
+                           (law | {"draws": [PUBLISHED | {"w": math.nan}]}, "w is nan")):
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(UserError, match=words):
             ask("--law", str(path))
 
@@ -189,11 +198,35 @@ def test_a_law_from_a_file(ask, tmp_path):
 @pytest.mark.parametrize("words, message", [
     (("--max-params", "100M"), "no K and A can be built for L = 32768: more than 1e\\+08 parameters"),
     (("--anchor-stride", "0.3"), "A = 0.3 and K = 4 give 1.2. The nearest A that work: 0.25 or 0.5"),
-    (("--anchor-stride", "-1"), "--anchor-stride is -1; it must be above 0"),
 ])
 def test_what_cannot_be_built_is_refused(ask, words, message):
     with pytest.raises(UserError, match=message):
         ask(*words)
+
+
+@pytest.mark.parametrize("words", [
+    ("--active-params", "0"), ("--active-params", "inf"), ("--seq-length", "inf"), ("--max-layers", "inf"),
+    ("--anchor-stride", "inf"), ("--anchor-stride", "-1"), ("--compute", "inf"), ("--compute", "nan"),
+])
+def test_what_is_no_positive_number_is_refused(ask, capsys, words):
+    with pytest.raises(SystemExit):
+        ask(*words)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.endswith(f"argument {words[0]}: it is {words[1]}; it must be a finite number above 0.")
+
+
+def test_a_question_is_finite():
+    with pytest.raises(UserError, match="--compute is inf; it must be a finite number above 0"):
+        Question(math.inf, 2048, 1e8, ModelConfig())
+
+
+def test_lengths_may_be_given_in_units_of_1024(tool):
+    words = "--compute", "1e20", "--active-params", "0.5K", "--seq-length"
+    args = tool.parse([*words, "32k"])
+    assert (args.seq_length, args.active_params) == (32768, 500)
+    for wrong in ("2048.5", "32x"):
+        with pytest.raises(SystemExit):
+            tool.parse([*words, wrong])
 
 
 def test_an_odd_length_has_few_sparsities(ask):

@@ -140,10 +140,16 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
     (("--fix", "eta_N"), "must be NAME=VALUE"),
     (("--hold-out", "L=7"), "matches no run; L takes the values 2048"),
     (("--bootstrap", "-1"), "--bootstrap is -1"),
+    (("--seed", "-1"), "--seed is -1; it must be 0 or more"),
 ])
 def test_wrong_options_are_refused(fit_law, sweep, words, message):
     with pytest.raises(UserError, match=message):
         fit_law("xmod", sweep, *words)
+
+
+def test_a_negative_number_of_losses_is_refused(fit_law, tmp_path):
+    with pytest.raises(UserError, match="--drop-highest is -3; it must be 0 or more"):
+        fit_law("chinchilla", tmp_path / "any.csv", "--drop-highest", "-3")
 
 
 def test_what_is_no_number_is_null_in_the_saved_file(fit_law, tmp_path):
