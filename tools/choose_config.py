@@ -21,6 +21,10 @@ from megatron_xmod.scaling import require_extra
 from megatron_xmod.scaling.buildable import Question, nearest_backbone
 
 
+# A backbone whose active parameters differ by less from the ones asked about passes for that size.
+_SAME_SIZE = 0.05
+
+
 def _amount(text: str, **units: float) -> float:
     """556e6 or 556M."""
     unit = (units or {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}).get(text[-1:].upper())
@@ -80,9 +84,14 @@ def main(argv: list[str]) -> None:
 
 def _backbone(args: argparse.Namespace) -> tuple[ModelConfig, list[str]]:
     if args.config:
-        return load_config([word for file in args.config for word in ("--config", file)]).model, []
+        model = load_config([word for file in args.config for word in ("--config", file)]).model
+        counted = flops.active_params(model)
+        if abs(counted / args.active_params - 1) <= _SAME_SIZE:
+            return model, []
+        return model, [f"The backbone of --config has {counted:.3g} active parameters, but the law was asked about "
+                       f"--active-params {args.active_params:.3g}: layers, FLOPs and N/N_act are the backbone's."]
     label, model = nearest_backbone(args.active_params)
-    if abs(args.active_params / label - 1) < 0.05:
+    if abs(args.active_params / label - 1) <= _SAME_SIZE:
         return model, []
     return model, [f"Layers, FLOPs and memory are those of the paper's {label:.3g} backbone, the nearest in size to "
                    f"{args.active_params:.3g}; give your own with --config."]

@@ -140,6 +140,13 @@ def test_it_says_where_it_knows_nothing(ask, tool):
     assert ask(size="20M", length=512)["notes"][-1].startswith("Layers, FLOPs and memory are those of")
 
 
+def test_it_says_when_the_backbone_is_of_another_size(ask):
+    config = "--config", str(ROOT / "examples" / "configs" / "size" / "1.65b.yaml")
+    notes = ask(*config, size="165M", length=2048)["notes"]
+    assert notes[-1].startswith("The backbone of --config has 1.62e+09 active parameters, but the law was asked about")
+    assert not any("The backbone" in note for note in ask(*config, size="1.65B", length=2048)["notes"])
+
+
 def test_dense_is_the_answer_where_nothing_gains(ask):
     answer = ask(*LAYERS, size="10M", length=512)
     assert answer["K"] is None and answer["delta"] == 0 and answer["p_dense"] > 0.5
