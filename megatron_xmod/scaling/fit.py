@@ -90,8 +90,9 @@ def fit(problem: Problem, starts: int = 40, seed: int = 0, extra: tuple[Params, 
     thetas += [solver.project(problem.form.from_public(params)[0]) for params in extra]
     points = {tuple(np.round(solver.full(theta), 10)): solver.full(theta) for theta in thetas}
     points = sorted(points.values(), key=solver.value)[:4]
-    points += [np.concatenate(problem.form.from_public(params)) for params in extra]
-    return solver.best([solver.polish(point) for point in points])
+    extras = [solver.clip(np.concatenate(problem.form.from_public(params))) for params in extra]
+    # Polishing towards l1 goes by way of other losses, so it may end above its start.
+    return solver.best([*(solver.polish(point) for point in points + extras), *extras])
 
 
 def require_runs(problem: Problem, fixed: dict[str, float]) -> None:
@@ -156,11 +157,19 @@ class _Solver:
         target = (self.problem.y - self.problem.base) * self.root
         return np.concatenate([theta, linear(columns, target, self.problem.form.free)])
 
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of all parameters [p+q]."""
+        free = self.problem.form.free
+        return (np.concatenate([self.low, np.where(free, -np.inf, 0.0)]),
+                np.concatenate([self.high, np.full(len(free), np.inf)]))
+
+    def clip(self, point: np.ndarray) -> np.ndarray:
+        return np.clip(point, *self.bounds())
+
     def polish(self, point: np.ndarray) -> np.ndarray:
         """A local minimum over all parameters under the loss asked for."""
-        low = np.concatenate([self.low, np.where(self.problem.form.free, -np.inf, 0.0)])
-        high = np.concatenate([self.high, np.full(len(point) - self.p, np.inf)])
-        point = np.clip(point, low, high)
+        low, high = self.bounds()
+        point = self.clip(point)
         for delta in _DELTAS[self.problem.loss]:
             point = levenberg(self._joint, point, low, high, self.weights, delta)
         return point
