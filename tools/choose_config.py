@@ -20,7 +20,6 @@ from megatron_xmod.runtime.entry import run
 from megatron_xmod.scaling import require_extra
 from megatron_xmod.scaling.buildable import Question, nearest_backbone
 
-
 # A backbone whose active parameters differ by less from the ones asked about passes for that size.
 _SAME_SIZE = 0.05
 
@@ -45,6 +44,12 @@ def _count(text: str) -> int:
     return int(value)
 
 
+def _png(text: str) -> Path:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"it is {text}; pictures are PNG, so its name must end in .png.")
+    return Path(text)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="choose_config.py", description=__doc__)
     add = parser.add_argument
@@ -62,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "Without it the paper's backbone nearest in size")
     add("--law", metavar="FILE", help="a law saved by fit_law.py xmod --json; without it the published one")
     add("--json", action="store_true", help="print one JSON object")
-    add("--plot", metavar="PNG", type=Path, help="write the map of delta over K and A, and the curve over K")
+    add("--plot", metavar="PNG", type=_png, help="write the map of delta over K and A, and the curve over K")
     return parser.parse_args(argv)
 
 

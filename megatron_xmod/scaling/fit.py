@@ -98,10 +98,11 @@ def fit(problem: Problem, starts: int = 40, seed: int = 0, extra: tuple[Params, 
 def require_runs(problem: Problem, fixed: dict[str, float]) -> None:
     """Refuses a fit with fewer runs than parameters and one to spare."""
     form = problem.form
-    needed = len(form.exponents) + len(form.coefficients) - len(fixed) + 1
-    if len(problem.y) < needed:
-        raise UserError(f"the law {form.name} with {needed - 1} parameters to fit needs at least {needed} runs, but "
-                        f"{len(problem.y)} can be used. Add runs, or hold some exponents at a value.")
+    free = len(form.names) - len(fixed)
+    if len(problem.y) <= free:
+        raise UserError(f"the law {form.name} with {free} parameter{'s' * (free != 1)} to fit needs at least "
+                        f"{free + 1} runs, but {len(problem.y)} can be used. Add runs, or hold some exponents at a "
+                        "value.")
 
 
 def refit(start: Fit, weights: np.ndarray | None = None, fixed: dict[str, float] | None = None) -> Fit:

@@ -76,7 +76,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> Table:
     """
     try:
         opener = gzip.open if str(path).endswith(".gz") else open
-        with opener(path, "rt", encoding="utf-8", newline="") as stream:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:  # spreadsheets write the mark
             reader = csv.DictReader(stream, restkey="")
             header = reader.fieldnames or []
             missing = [name for name in columns if name not in header]

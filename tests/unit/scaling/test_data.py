@@ -95,6 +95,12 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
         read_table(tmp_path / "binary.csv", ())
 
 
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
+    path = tmp_path / "marked.csv"
+    path.write_text("run,loss\na,3\n", encoding="utf-8-sig")
+    assert read_table(path, ("run", "loss")).rows == [{"run": "a", "loss": "3"}]
+
+
 def test_chinchilla_leaves_out_the_highest_losses(tmp_path):
     lines = ["Model Size,Training FLOP,loss", "1e9,6e19,2.5", "1e9,6e20,2.2", "1e8,6e17,4.1", "1e9,6e20,2.2", "1e9,,3"]
     sweep = read_chinchilla(write(tmp_path, lines), drop_highest=1)

@@ -222,6 +222,12 @@ def test_what_is_no_positive_number_is_refused(ask, capsys, words):
     assert message.endswith(f"argument {words[0]}: it is {words[1]}; it must be a finite number above 0.")
 
 
+def test_a_picture_is_a_png(ask, capsys):
+    with pytest.raises(SystemExit):
+        ask("--plot", "x.pdf")
+    assert "argument --plot: it is x.pdf; pictures are PNG" in capsys.readouterr().err
+
+
 def test_a_question_is_finite():
     with pytest.raises(UserError, match="--compute is inf; it must be a finite number above 0"):
         Question(math.inf, 2048, 1e8, ModelConfig())
