@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_xmod.errors import UserError
+from megatron_xmod.scaling import data
 from megatron_xmod.scaling.fitted import read_law
 from megatron_xmod.scaling.law import CANDIDATE, PUBLISHED
 from megatron_xmod.scaling.recovery import NOISE, outside_grid, paper_grid, sweep_csv
@@ -145,6 +146,14 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
 def test_wrong_options_are_refused(fit_law, sweep, words, message):
     with pytest.raises(UserError, match=message):
         fit_law("xmod", sweep, *words)
+
+
+def test_the_help_names_the_columns(fit_law, capsys):
+    with pytest.raises(SystemExit):
+        fit_law("xmod", "any.csv", "--help")
+    text = capsys.readouterr().out.split("columns of the table:")[1]
+    assert all(name in text for name in (*data._XMOD, "N (", "ratio", "dense_loss", *data._SAME_RUN, "group", "status",
+                                         "tokens", "dense_tokens"))
 
 
 def test_a_negative_number_of_losses_is_refused(fit_law, tmp_path):
