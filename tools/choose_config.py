@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,35 +20,46 @@ from megatron_xmod.runtime.entry import run
 from megatron_xmod.scaling import require_extra
 from megatron_xmod.scaling.buildable import Question, nearest_backbone
 
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# A backbone whose active parameters differ by less from the ones asked about passes for that size.
+_SAME_SIZE = 0.05
 
 
-def _amount(text: str) -> float:
+def _amount(text: str, **units: float) -> float:
     """556e6 or 556M."""
-    unit = _UNITS.get(text[-1:].upper(), 1.0)
-    return float(text[:-1] if unit > 1 else text) * unit
+    unit = (units or {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}).get(text[-1:].upper())
+    try:
+        value = float(text[:-1]) * unit if unit else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from error
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a finite number above 0.")
+    return value
 
 
 def _count(text: str) -> int:
-    value = float(text)
+    """32768 or 32k: lengths are counted in units of 1024."""
+    value = _amount(text, K=1024)
     if value != int(value):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a whole number.")
     return int(value)
 
 
-_amount.__name__, _count.__name__ = "amount", "whole number"
+def _png(text: str) -> Path:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"it is {text}; pictures are PNG, so its name must end in .png.")
+    return Path(text)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="choose_config.py", description=__doc__)
     add = parser.add_argument
     add("--compute", type=_amount, required=True, metavar="C", help="training FLOPs, as 1e20")
-    add("--seq-length", type=_count, required=True, metavar="L", help="tokens per sequence")
+    add("--seq-length", type=_count, required=True, metavar="L", help="tokens per sequence, as 32k (of 1024)")
     add("--active-params", type=_amount, required=True, metavar="N", help="N_act: parameters an average token passes, "
         "as 556M; the paper's own labels where they apply")
     add("--max-params", type=_amount, metavar="M", help="most parameters of the whole model")
     add("--max-layers", type=_count, metavar="n", help="most layers of the whole model")
-    add("--anchor-stride", type=float, metavar="A", help="use this A instead of searching")
+    add("--anchor-stride", type=_amount, metavar="A", help="use this A instead of searching")
     add("--ratio", choices=("params", "layers"), default="params", help="whether N/N_act counts parameters, embeddings "
         "included, or layers (default: params)")
     add("--pipeline-stages", type=_count, default=1, metavar="P", help="the model must be cut into P stages")
@@ -55,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "Without it the paper's backbone nearest in size")
     add("--law", metavar="FILE", help="a law saved by fit_law.py xmod --json; without it the published one")
     add("--json", action="store_true", help="print one JSON object")
-    add("--plot", metavar="PNG", type=Path, help="write the map of delta over K and A, and the curve over K")
+    add("--plot", metavar="PNG", type=_png, help="write the map of delta over K and A, and the curve over K")
     return parser.parse_args(argv)
 
 
@@ -77,9 +89,14 @@ def main(argv: list[str]) -> None:
 
 def _backbone(args: argparse.Namespace) -> tuple[ModelConfig, list[str]]:
     if args.config:
-        return load_config([word for file in args.config for word in ("--config", file)]).model, []
+        model = load_config([word for file in args.config for word in ("--config", file)]).model
+        counted = flops.active_params(model)
+        if abs(counted / args.active_params - 1) <= _SAME_SIZE:
+            return model, []
+        return model, [f"The backbone of --config has {counted:.3g} active parameters, but the law was asked about "
+                       f"--active-params {args.active_params:.3g}: layers, FLOPs and N/N_act are the backbone's."]
     label, model = nearest_backbone(args.active_params)
-    if abs(args.active_params / label - 1) < 0.05:
+    if abs(args.active_params / label - 1) <= _SAME_SIZE:
         return model, []
     return model, [f"Layers, FLOPs and memory are those of the paper's {label:.3g} backbone, the nearest in size to "
                    f"{args.active_params:.3g}; give your own with --config."]
@@ -184,12 +201,13 @@ def _headline(answer: dict[str, Any]) -> list[str]:
     optimum = "none" if answer["continuous_K"] is None else \
         f"K = {answer['continuous_K']:.1f}, delta {answer['continuous_delta']:+.4f}"
     continuous = f"optimum over real K at A = {answer['continuous_A']:g}: {optimum}"
+    warning = "" if answer["inside_data"] else " (outside the law's data, see below)"
     if answer["K"] is None:
-        return [f"best: dense (P {answer['p_dense']:.2f})", continuous]
+        return [f"best: dense (P {answer['p_dense']:.2f}){warning}", continuous]
     low, high = answer["delta_interval"]
     memory = sum(answer["state_bytes"].values()) / 2**30
     return [f"best: K = {answer['K']}, A = {answer['A']:g}: delta {answer['delta']:+.4f} [{low:+.4f}, {high:+.4f}] "
-            f"nats against dense, P(best) {answer['p_best']:.2f}", continuous,
+            f"nats against dense, P(best) {answer['p_best']:.2f}{warning}", continuous,
             f"{answer['layers']} layers, {answer['total_params'] / 1e9:.2f} B parameters, training state "
             f"{memory:.1f} GiB before sharding",
             f"FLOPs per token: phi {answer['flops_per_token_paper']:.3g} ({answer['flops_ratio_to_dense']:.2f} of "
@@ -203,7 +221,7 @@ def draw(question, law, choice, path: Path) -> None:
     from megatron_xmod.scaling import design, plots
 
     best = (choice.best.K, choice.best.A) if choice.best else None
-    found = {(c.K, c.A): (c.delta, c.K_tested and c.A_tested) for c in choice.candidates}
+    found = {(c.K, c.A): (c.delta, not design.outside_data(question, law, c)) for c in choice.candidates}
     K, every = sorted({k for k, _ in found}), sorted({a for _, a in found})
     # Few enough A to read their rows.
     A = [a for a in every if a in (0.5, round(a)) or (best and a == best[1])] if len(every) > 12 else every
@@ -211,8 +229,11 @@ def draw(question, law, choice, path: Path) -> None:
     at = np.geomspace(1, 1.5 * max(K), 120)
     built = [(c.K, c.delta) for c in choice.candidates if c.law_A == choice.stride]
     curve = (at, *design.curve(question, law, at, choice.stride))
-    save(plots.choice(K, A, delta, inside == 1, best, curve, choice.stride, law.domain["K"],
-                      tuple(np.array(built).T)), path)
+    tested = (law.domain if choice.stride == 1 else law.stride_domain).get("K")
+    # The colours are for tested K and A; far outside the law may say anything.
+    first = [c.delta for c in choice.candidates if c.untested == choice.candidates[0].untested]
+    save(plots.choice(K, A, delta, inside == 1, best, curve, choice.stride, tested, tuple(np.array(built).T),
+                      max(map(abs, first))), path)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from megatron_xmod.runtime.files import write_atomically
 from megatron_xmod.scaling import require_extra
 from megatron_xmod.scaling.law import FORMS
 
+_COLUMNS = """columns of the table:
+  needed    N_act (parameters), N (parameters) or ratio (N/N_act), L (tokens), K, A, C (training FLOPs), loss (nats)
+  dense     dense_loss (nats) in each row, or rows of dense runs, K = 1, from which it is read at the same C
+  optional  run, seed, group (the bootstrap draws it whole), status (failed rows are left out), tokens, dense_tokens"""
 _EXPONENTS_HELP = "hold an exponent of the law at a value; may be given several times"
 
 
@@ -26,6 +30,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     routed = _law(laws, "routed", "mse", "routed language models: one law per router")
     routed.add_argument("--step", type=int, help="fit the losses at this step instead of each run's last")
     sweep = _law(laws, "xmod", "mse", "an X-MoD sweep: the loss against dense, by N_act, N, L, K and A")
+    sweep.epilog, sweep.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
     sweep.add_argument("--form", default="xmod", choices=FORMS,
                        help="the law: the paper's, the same without A, with the exposure term, or a rival")
     sweep.add_argument("--log", action="store_true", help="residuals of the log of the loss")
@@ -51,8 +56,9 @@ def main(argv: list[str]) -> None:
     require_extra()
     from megatron_xmod.scaling import studies
 
-    if args.bootstrap < 0:
-        raise UserError(f"--bootstrap is {args.bootstrap}; it must be 0 or more.")
+    for name in ("bootstrap", "seed", "drop_highest"):
+        if getattr(args, name, 0) < 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 0 or more.")
     options = studies.Options(args.loss, args.bootstrap, args.seed)
     if args.law == "chinchilla":
         saved, report = studies.chinchilla(args.data, options, args.drop_highest)

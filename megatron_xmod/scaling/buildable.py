@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from math import ceil, floor, log
+from math import ceil, floor, inf, log
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +51,8 @@ class Question:
     def __post_init__(self):
         for name in ("compute", "seq_length", "active_params", "max_params", "max_layers", "anchor_stride", "stages"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0.")
+            if value is not None and not 0 < value < inf:
+                raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be a finite number above 0.")
         if self.model.prefix_layers is None or self.model.prefix_layers >= self.model.active_layers:
             raise UserError("the backbone has no routed layers: model.prefix_layers must be a number below "
                             f"model.active_layers ({self.model.active_layers}).")

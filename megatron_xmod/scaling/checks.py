@@ -38,13 +38,17 @@ def require_spread(problem: Problem, fixed: dict[str, float]) -> None:
     """Refuses data that leave an exponent without anything to act on."""
     needs = {"eta_N": ("N_act", 2), "eta_L": ("L", 2), "rho_L": ("K", 3), "rho_K": ("K", 3), "rho_A": ("A", 2)}
     require_budgets(problem, fixed)
+    wanting = []
     for exponent in problem.form.exponents:
         variable, count = needs.get(exponent.name, ("K", 1))
         found = len(np.unique(problem.x[variable]))
         if exponent.name not in fixed and found < count:
-            way = f"hold it with --fix {exponent.name}=VALUE" + (", or fit --form base" * (variable == "A"))
-            raise UserError(f"{exponent.name} needs runs at {count} or more values of {variable}, but there are runs "
-                            f"at {found}. Add runs, or {way}.")
+            wanting.append((exponent.name, f"{exponent.name} needs runs at {count} or more values of {variable}, but "
+                            f"there are runs at {found}"))
+    if wanting:
+        way = " ".join(f"--fix {name}=VALUE" for name, _ in wanting)
+        base = ", or fit --form base" if "rho_A" in dict(wanting) else ""
+        raise UserError(f"{'; '.join(reason for _, reason in wanting)}. Add runs, or hold with {way}{base}.")
 
 
 def require_budgets(problem: Problem, fixed: dict[str, float]) -> None:
@@ -52,10 +56,19 @@ def require_budgets(problem: Problem, fixed: dict[str, float]) -> None:
     if "kappa" in fixed or "kappa" not in problem.form.names:
         return
     C, size = problem.x["C"], problem.x["N_act"]
-    # Closer budgets than this are one, which whole steps have split.
-    if all(np.ptp(np.log(C[size == value])) < 0.05 for value in np.unique(size)):
+    if all(len(np.unique(budgets(C[size == value]))) == 1 for value in np.unique(size)):
         raise UserError("kappa needs runs at 2 or more values of C at the same N_act, which this sweep has not. Add "
                         "runs at another budget, or hold it with --fix kappa=VALUE.")
+
+
+def budgets(C: np.ndarray) -> np.ndarray:
+    """The smallest C of the same budget, for each run [n]. C within 5 % are one, which whole steps have split."""
+    result = np.empty_like(C)
+    first = -np.inf
+    for i in np.argsort(C, kind="stable"):
+        first = first if C[i] <= 1.05 * first else C[i]
+        result[i] = first
+    return result
 
 
 def matches(sweep: Sweep, outside: list[tuple[str, float]]) -> np.ndarray:

@@ -69,7 +69,8 @@ def read_routed(path: str | Path, step: int | None = None) -> dict[str, Sweep]:
     # Other settings are no faults of the table, so they are passed over without being named.
     wanted = [i for i, row in enumerate(table.rows) if _is_one(row["k"], 1) and _is_one(row["routing_frequency"], 0.5)]
     table = table.pick(wanted)
-    table.require_positive(("step", "num_experts", "dense_parameter_count"))
+    table.require_positive(("num_experts", "dense_parameter_count"))
+    table.require_at_least(0, ("step",))
     table.drop_duplicates(("hyper_id", "step"))
     table = table.pick(_rows_at(table, step))
     table.require_positive(("loss_validation",))
@@ -125,7 +126,8 @@ def read_xmod(path: str | Path) -> Sweep:
     if not columns & {"N", "ratio"}:
         raise UserError(f"{path} has neither a column N (parameters) nor ratio (N/N_act); one is needed.")
     table.drop_failed()
-    table.require_positive(("N_act", "L", "K", "C", "loss"))
+    table.require_positive(("N_act", "L", "C", "loss"))
+    table.require_at_least(1, ("K",))
     table.drop_duplicates([name for name in _SAME_RUN if name in columns])
     is_dense = table.numbers("K") == 1
     dense, table = table.pick(np.flatnonzero(is_dense)), table.pick(np.flatnonzero(~is_dense))

@@ -94,7 +94,7 @@ def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tup
     x = _variables(question, K, A, ratio)
     delta, draws = law.predict(x), law.predict_draws(x)
     ends = np.stack(law.interval(draws), axis=1).tolist()
-    K_tested, A_tested = _within(law, "K", K), _within(law, "A", A)
+    K_tested, A_tested = _within(law.domain["K"], K), _within(law.domain["A"], A)
     found = [Candidate(m.routing.K, m.routing.A, float(A[i]), float(ratio[i]), float(delta[i]),
                        tuple(ends[i]), 0.0, bool(K_tested[i]), bool(A_tested[i]),
                        flops.model_plan(m).layers, flops.total_params(m),
@@ -108,8 +108,8 @@ def _judge(question: Question, law: FittedLaw, models: list[ModelConfig]) -> tup
     return sorted(found, key=lambda c: (c.untested, c.delta)), float(share[0])
 
 
-def _within(law: FittedLaw, name: str, value: np.ndarray) -> np.ndarray:
-    low, high = law.domain[name]
+def _within(ends: tuple[float, float], value: np.ndarray | float) -> np.ndarray | bool:
+    low, high = ends
     return (value >= low * (1 - EDGE)) & (value <= high * (1 + EDGE))
 
 
@@ -141,23 +141,28 @@ def continuous_optimum(question: Question, law: FittedLaw, A: float) -> tuple[fl
     return float(np.exp(found.x)), float(found.fun)
 
 
-def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: Candidate) -> tuple[list[str], bool]:
-    """Notes for people, and whether the question lies inside the law's data."""
-    asked = {"N_act": question.active_params, "L": question.seq_length, "K": first.K, "A": first.law_A}
+def outside_data(question: Question, law: FittedLaw, candidate: Candidate) -> list[str]:
+    """Where a candidate leaves the law's data, a note for each variable."""
+    asked = {"N_act": question.active_params, "L": question.seq_length, "K": candidate.K, "A": candidate.law_A}
     if "C" in law.form.variables:
         asked["C"] = question.compute
-    notes, inside = [], True
+    notes = []
     for name, value in asked.items():
         low, high = law.domain[name]
-        if not _within(law, name, value):
-            inside = False
+        if not _within(law.domain[name], value):
             notes.append(f"OUTSIDE THE DATA: {name} = {value:g}, but the law was fitted on {low:g} to {high:g}.")
-    for name, (low, high) in law.stride_domain.items() if first.law_A != 1 else ():
-        if not low <= asked[name] <= high:
-            inside = False
+    for name, (low, high) in law.stride_domain.items() if candidate.law_A != 1 else ():
+        if not _within((low, high), asked[name]):
             tested = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-            notes.append(f"OUTSIDE THE DATA: A = {first.law_A:g} at {name} = {asked[name]:g}, but other A than 1 were "
-                         f"only run at {name} = {tested}. --anchor-stride 1 stays inside.")
+            notes.append(f"OUTSIDE THE DATA: A = {candidate.law_A:g} at {name} = {asked[name]:g}, but other A than 1 "
+                         f"were only run at {name} = {tested}. --anchor-stride 1 stays inside.")
+    return notes
+
+
+def _doubts(question: Question, law: FittedLaw, best: Candidate | None, first: Candidate) -> tuple[list[str], bool]:
+    """Notes for people, and whether the question lies inside the law's data."""
+    notes = outside_data(question, law, first)
+    inside = not notes
     if first.law_A != first.A:
         notes.append(f"A = {first.A:g} does not fit the active depth: what is built has A = {first.law_A:.4g} (sparse "
                      "equivalents over anchors), and the law was asked about that.")

@@ -90,17 +90,19 @@ def fit(problem: Problem, starts: int = 40, seed: int = 0, extra: tuple[Params, 
     thetas += [solver.project(problem.form.from_public(params)[0]) for params in extra]
     points = {tuple(np.round(solver.full(theta), 10)): solver.full(theta) for theta in thetas}
     points = sorted(points.values(), key=solver.value)[:4]
-    points += [np.concatenate(problem.form.from_public(params)) for params in extra]
-    return solver.best([solver.polish(point) for point in points])
+    extras = [solver.clip(np.concatenate(problem.form.from_public(params))) for params in extra]
+    # Polishing towards l1 goes by way of other losses, so it may end above its start.
+    return solver.best([*(solver.polish(point) for point in points + extras), *extras])
 
 
 def require_runs(problem: Problem, fixed: dict[str, float]) -> None:
     """Refuses a fit with fewer runs than parameters and one to spare."""
     form = problem.form
-    needed = len(form.exponents) + len(form.coefficients) - len(fixed) + 1
-    if len(problem.y) < needed:
-        raise UserError(f"the law {form.name} with {needed - 1} parameters to fit needs at least {needed} runs, but "
-                        f"{len(problem.y)} can be used. Add runs, or hold some exponents at a value.")
+    free = len(form.names) - len(fixed)
+    if len(problem.y) <= free:
+        raise UserError(f"the law {form.name} with {free} parameter{'s' * (free != 1)} to fit needs at least "
+                        f"{free + 1} runs, but {len(problem.y)} can be used. Add runs, or hold some exponents at a "
+                        "value.")
 
 
 def refit(start: Fit, weights: np.ndarray | None = None, fixed: dict[str, float] | None = None) -> Fit:
@@ -156,11 +158,19 @@ class _Solver:
         target = (self.problem.y - self.problem.base) * self.root
         return np.concatenate([theta, linear(columns, target, self.problem.form.free)])
 
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of all parameters [p+q]."""
+        free = self.problem.form.free
+        return (np.concatenate([self.low, np.where(free, -np.inf, 0.0)]),
+                np.concatenate([self.high, np.full(len(free), np.inf)]))
+
+    def clip(self, point: np.ndarray) -> np.ndarray:
+        return np.clip(point, *self.bounds())
+
     def polish(self, point: np.ndarray) -> np.ndarray:
         """A local minimum over all parameters under the loss asked for."""
-        low = np.concatenate([self.low, np.where(self.problem.form.free, -np.inf, 0.0)])
-        high = np.concatenate([self.high, np.full(len(point) - self.p, np.inf)])
-        point = np.clip(point, low, high)
+        low, high = self.bounds()
+        point = self.clip(point)
         for delta in _DELTAS[self.problem.loss]:
             point = levenberg(self._joint, point, low, high, self.weights, delta)
         return point

@@ -128,24 +128,48 @@ def read_law(path: str | Path) -> FittedLaw:
     except ValueError as error:
         raise UserError(f"--law {path} is not JSON: {error}.") from error
     try:
-        form = _FORMS[saved["law"]]
-        params = {name: float(saved[name]) for name in form.names}
-        domain, strides = ({name: (float(low), float(high)) for name, (low, high) in saved[key].items()}
-                           for key in ("domain", "stride_domain"))
-        draws = [{name: float(draw[name]) for name in form.names} for draw in saved["draws"]]
-        law = FittedLaw(str(path), form, params, domain, strides, float(saved["scores"]["rmse"]), draws,
-                        share=_share(form, saved))
-        kappa_known = form is not GAIN_BY_COMPUTE or _kappa_is_known(law, saved)
+        law = _saved_law(str(path), saved)
+        kappa_known = law.form is not GAIN_BY_COMPUTE or _kappa_is_known(law, saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"--law {path} is not a law saved by 'fit_law.py xmod --json' with one of the laws "
-                        f"{', '.join(_FORMS)}: {error!r} is missing or wrong.") from error
+                        f"{', '.join(_FORMS)}: {reason}.") from error
     if not kappa_known:
         raise UserError(f"--law {path}: its runs do not tell how the gain grows with compute (kappa = "
-                        f"{params['kappa']:g}, at the end of the search or with an interval that reaches it). Fit the "
-                        "law xmod, add runs at other C, or hold kappa with --fix kappa=VALUE.")
-    if not draws:
+                        f"{law.params['kappa']:g}, at the end of the search or with an interval that reaches it). Fit "
+                        "the law xmod, add runs at other C, or hold kappa with --fix kappa=VALUE.")
+    if not law.draws:
         raise UserError(f"--law {path} has no bootstrap draws; fit it again with --bootstrap above 0.")
     return law
+
+
+def _saved_law(source: str, saved: dict) -> FittedLaw:
+    if not isinstance(saved, dict):
+        raise ValueError("it holds no JSON object")
+    if saved["law"] not in _FORMS:
+        raise ValueError(f"its law is {saved['law']!r}")
+    form = _FORMS[saved["law"]]
+    domain, strides = ({name: _range(f"{key}.{name}", ends) for name, ends in saved[key].items()}
+                       for key in ("domain", "stride_domain"))
+    for name in ("N_act", "L", "K", "A", *({"C"} & set(form.variables))):
+        if name not in domain:
+            raise KeyError(f"domain.{name}")
+    return FittedLaw(source, form, _finite(form, saved), domain, strides, float(saved["scores"]["rmse"]),
+                     [_finite(form, draw) for draw in saved["draws"]], share=_share(form, saved))
+
+
+def _finite(form: ProductForm, values: dict) -> Params:
+    for name in form.names:
+        if not np.isfinite(float(values[name])):
+            raise ValueError(f"{name} is {values[name]}")
+    return {name: float(values[name]) for name in form.names}
+
+
+def _range(name: str, ends: list) -> tuple[float, float]:
+    low, high = map(float, ends)
+    if not 0 < low <= high < np.inf:
+        raise ValueError(f"{name} is {ends}, but a range goes from a number above 0 to a finite one not below it")
+    return low, high
 
 
 def _share(form: ProductForm, saved: dict) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_xmod.errors import UserError
+from megatron_xmod.scaling.checks import budgets
 from megatron_xmod.scaling.fit import Fit, Problem, fit, two_stage
 from megatron_xmod.scaling.law import BASE, REDUCED, XMOD
 from megatron_xmod.scaling.separable import Form, Params, Runs
@@ -124,18 +125,24 @@ def pooled_scores(problem: Problem, results: list[HeldOut], values: set[float] |
 
 
 def regrets(problem: Problem, predicted: np.ndarray) -> list[dict[str, float]]:
-    """For each N_act, L and A with several K: the K with the smallest prediction, and what it cost.
+    """For each N_act, L, A and budget with several K: the K with the smallest prediction, and what it cost.
 
-    `regret` is the measured loss at the chosen K minus the smallest measured loss of the tested ones, in nats.
+    Runs with the same K (several seeds) count by their means. `regret` is the measured loss at the chosen K minus the
+    smallest measured loss of the tested ones, in nats.
     """
-    x = problem.x
+    x, known = problem.x, np.isfinite(predicted)
     places = np.stack([x["N_act"], x["L"], x["A"]], axis=1)
     rows = []
-    for place in np.unique(places, axis=0):
-        runs = np.flatnonzero((places == place).all(axis=1) & np.isfinite(predicted))
-        if len(np.unique(x["K"][runs])) < 2:
-            continue
-        chosen, best = runs[np.argmin(predicted[runs])], runs[np.argmin(problem.y[runs])]
-        rows.append({"N_act": place[0], "L": place[1], "A": place[2], "chosen_K": x["K"][chosen],
-                     "best_K": x["K"][best], "regret": problem.y[chosen] - problem.y[best]})
+    for place in np.unique(places[known], axis=0):
+        there = np.flatnonzero((places == place).all(axis=1) & known)
+        budget = budgets(x["C"][there])
+        for C in np.unique(budget):
+            runs = there[budget == C]
+            K, of = np.unique(x["K"][runs], return_inverse=True)
+            if len(K) < 2:
+                continue
+            hoped, found = (np.bincount(of, values[runs]) / np.bincount(of) for values in (predicted, problem.y))
+            chosen, best = np.argmin(hoped), np.argmin(found)
+            rows.append(dict(zip(("N_act", "L", "A", "C"), (*place, C), strict=True))
+                        | {"chosen_K": K[chosen], "best_K": K[best], "regret": found[chosen] - found[best]})
     return rows

@@ -53,8 +53,12 @@ def parameter_intervals(params: dict[str, float], intervals: dict[str, tuple[flo
         low, high = intervals[name]
         # Not far beyond the interval's ends: single wild refits would squeeze the rest into one bar.
         wide = low > 0 and high > _WIDE * low
-        factor, margin = (high / low) ** 0.3, 0.5 * (high - low) or 1e-9
-        near = (low / factor, high * factor) if wide else (low - margin, high + margin)
+        if wide:
+            factor = (high / low) ** 0.3
+            near = low / factor, high * factor
+        else:
+            margin = 0.5 * (high - low) or 1e-9
+            near = low - margin, high + margin
         shown = draws[name][(draws[name] >= near[0]) & (draws[name] <= near[1])]
         ax.hist(shown, bins=np.geomspace(shown.min(), shown.max(), 41) if wide else 40, color=BLUE, alpha=0.5)
         if wide:
@@ -80,13 +84,11 @@ def profiles(curves: dict[str, tuple[np.ndarray, np.ndarray]], estimates: dict[s
 
 def choice(K: Sequence[int], A: Sequence[float], delta: np.ndarray, inside: np.ndarray,
            best: tuple[int, float] | None, curve: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], stride: float,
-           tested: tuple[float, float], built: tuple[np.ndarray, np.ndarray]) -> Figure:
+           tested: tuple[float, float] | None, built: tuple[np.ndarray, np.ndarray], size: float) -> Figure:
     """Left: delta over what can be built, [len(A), len(K)], not a number where it can't, and which of it is inside the
-    law's data. Right: delta over real K at one A, as (K, delta, low, high), with the configurations that can be built
-    and the tested range of K."""
+    law's data; the colours go from -`size` to `size`. Right: delta over real K at one A, as (K, delta, low, high), with
+    the configurations that can be built and the range of K that was tested at that A."""
     figure, (left, right) = grid_of_axes(2, width=5.6, height=4.2)
-    # The colours are for what is tested; far outside the law may say anything.
-    size = float(np.nanmax(np.abs(delta[inside] if inside.any() else delta)))
     image = left.imshow(delta, cmap="RdBu_r", vmin=-size, vmax=size, aspect="auto", origin="lower")
     figure.colorbar(image, ax=left, label="predicted loss against dense (nats)",
                     extend="both" if np.nanmax(np.abs(delta)) > size else "neither")
@@ -104,7 +106,8 @@ def choice(K: Sequence[int], A: Sequence[float], delta: np.ndarray, inside: np.n
         left.text(column, row, f"{value:+.3f}{mark}", ha="center", va="center", fontsize=8 if len(K) <= 7 else 6.5,
                   color="white" if abs(value) > 0.6 * size else "black", fontweight="bold" if mark else "normal")
     at, value, low, high = curve
-    right.axvspan(*tested, color=GREY, alpha=0.12, linewidth=0, label="K of the law's data")
+    if tested:
+        right.axvspan(*tested, color=GREY, alpha=0.12, linewidth=0, label="K of the law's data")
     right.fill_between(at, low, high, color=BLUE, alpha=0.25, linewidth=0, label="80 % interval")
     right.plot(at, value, color=BLUE, label="law")
     right.scatter(*built, color=ORANGE, zorder=3, s=24, label="can be built")

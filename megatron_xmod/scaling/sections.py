@@ -170,9 +170,9 @@ def regret(report: Report, best: Fit, seed: int) -> dict[str, float]:
     rows = regrets(problem, predicted)
     report.heading(f"Regret of the K chosen by the law ({where})")
     if not rows:
-        report.text("No N_act, L and A has several K to choose from.")
+        report.text("No N_act, L, A and C has several K to choose from.")
         return {}
-    report.table(("N_act", "L", "A", "chosen K", "best K", "regret (nats)"), [list(row.values()) for row in rows])
+    report.table(("N_act", "L", "A", "C", "chosen K", "best K", "regret (nats)"), [list(row.values()) for row in rows])
     prices = [row["regret"] for row in rows]
     report.text(f"Mean {np.mean(prices):.5f}, largest {np.max(prices):.5f} nats.")
     return {"mean": float(np.mean(prices)), "largest": float(np.max(prices)), "held_out": bool(results)}

@@ -12,7 +12,7 @@ from megatron_xmod.report import Report
 from megatron_xmod.scaling import sections
 from megatron_xmod.scaling.checks import matches, require_fixed, require_spread, sweep_problem
 from megatron_xmod.scaling.data import Sweep, read_chinchilla, read_routed, read_xmod
-from megatron_xmod.scaling.fit import Fit, Problem, fit
+from megatron_xmod.scaling.fit import Fit, Problem, fit, require_runs
 from megatron_xmod.scaling.fitted import data_domain
 from megatron_xmod.scaling.judge import nested_start
 from megatron_xmod.scaling.law import BASE, CHINCHILLA, CLARK, KAPLAN, XMOD, Kaplan
@@ -99,6 +99,7 @@ def xmod(path: Path, options: Options, form: Form = XMOD, log: bool = False, fix
     if form is BASE:
         sweep = _without_strides(sweep)
     problem = sweep_problem(sweep, form, options.loss, log)
+    require_runs(problem, fixed)
     require_spread(problem, fixed)
     best = fit(problem, seed=options.seed, fixed=fixed, extra=nested_start(problem, fixed, options.seed))
     report = Report("The scaling law of X-MoD")

@@ -43,6 +43,10 @@ class Table:
         """Leaves out rows where one of the columns is not a positive, finite number."""
         self.drop({i: reason for i, row in enumerate(self.rows) if (reason := _wrong(row, columns))})
 
+    def require_at_least(self, least: float, columns: Sequence[str]) -> None:
+        """Leaves out rows where one of the columns is not a finite number from `least` on."""
+        self.drop({i: reason for i, row in enumerate(self.rows) if (reason := _wrong(row, columns, least))})
+
     def drop_duplicates(self, columns: Sequence[str]) -> None:
         """Keeps the first of the rows that agree in all the columns."""
         first: dict[tuple, int] = {}
@@ -72,7 +76,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> Table:
     """
     try:
         opener = gzip.open if str(path).endswith(".gz") else open
-        with opener(path, "rt", encoding="utf-8", newline="") as stream:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:  # spreadsheets write the mark
             reader = csv.DictReader(stream, restkey="")
             header = reader.fieldnames or []
             missing = [name for name in columns if name not in header]
@@ -108,15 +112,17 @@ def is_positive(text: str | None) -> bool:
     return _wrong({"": text or ""}, [""]) is None
 
 
-def _wrong(row: Row, columns: Sequence[str]) -> str | None:
+def _wrong(row: Row, columns: Sequence[str], least: float | None = None) -> str | None:
+    """Why a row can't be used: a column is no finite number from `least` on, or without it no positive one."""
     for name in columns:
         text = row[name].strip()
         try:
             value = float(text)
         except ValueError:
             return f"{name} is {text!r}, not a number" if text else f"{name} is empty"
-        if not math.isfinite(value) or value <= 0:
-            return f"{name} is {text}; it must be a positive number"
+        if not math.isfinite(value) or (value <= 0 if least is None else value < least):
+            return f"{name} is {text}; it must be a " + (
+                "positive number" if least is None else f"number of at least {least:g}")
     return None
 
 

@@ -29,14 +29,15 @@ def test_bad_rows_are_named_and_left_out(tmp_path):
              "g,1e8,2e8,2048,8,1,9e18,3.1,ok",
              "h,1e8,2e8,4096,8,1,2e18,3.1,ok",
              "i,1e8,,2048,8,1,2e18,3.1,ok",
-             "j,1e8,2e8,2048,8,1,2e18,-3,ok"]
+             "j,1e8,2e8,2048,8,1,2e18,-3,ok",
+             "k,1e8,2e8,2048,0.5,1,2e18,3,ok"]
     sweep = read_xmod(write(tmp_path, lines))
     assert sweep.loss.tolist() == [3.1] and sweep.x["ratio"].tolist() == [2.0] and sweep.names.tolist() == ["a"]
     reasons = {int(r.split(":")[0].removeprefix("line ")): r for r in sweep.left_out}
-    assert sorted(reasons) == list(range(5, 14))
+    assert sorted(reasons) == list(range(5, 15))
     for line, words in {5: "loss is nan", 6: "K is 'eight', not a number", 7: "duplicate of line 4",
                         8: "status is failed", 9: "fewer fields", 10: "outside the dense curve", 11: "no dense run",
-                        12: "N is empty", 13: "loss is -3"}.items():
+                        12: "N is empty", 13: "loss is -3", 14: "K is 0.5"}.items():
         assert words in reasons[line]
 
 
@@ -94,6 +95,12 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
         read_table(tmp_path / "binary.csv", ())
 
 
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
+    path = tmp_path / "marked.csv"
+    path.write_text("run,loss\na,3\n", encoding="utf-8-sig")
+    assert read_table(path, ("run", "loss")).rows == [{"run": "a", "loss": "3"}]
+
+
 def test_chinchilla_leaves_out_the_highest_losses(tmp_path):
     lines = ["Model Size,Training FLOP,loss", "1e9,6e19,2.5", "1e9,6e20,2.2", "1e8,6e17,4.1", "1e9,6e20,2.2", "1e9,,3"]
     sweep = read_chinchilla(write(tmp_path, lines), drop_highest=1)
@@ -113,11 +120,12 @@ def test_routed_takes_each_runs_last_step(tmp_path):
 
 def test_routed_rows_without_a_step_are_left_out(tmp_path):
     header = "hyper_id,step,loss_validation,num_experts,k,router_type,routing_frequency,dense_parameter_count"
-    lines = [header, "0,20,2.9,1,1,Dense,0.5,1e8", "1,,2.7,8,1,Hash,0.5,1e8", "1,last,2.7,8,1,Hash,0.5,1e8",
-             "1,20,2.8,8,1,Hash,0.5,1e8"]
+    lines = [header, "0,0,11,1,1,Dense,0.5,1e8", "0,20,2.9,1,1,Dense,0.5,1e8", "1,,2.7,8,1,Hash,0.5,1e8",
+             "1,last,2.7,8,1,Hash,0.5,1e8", "1,20,2.8,8,1,Hash,0.5,1e8", "1,-1,2.8,8,1,Hash,0.5,1e8"]
     found = read_routed(write(tmp_path, lines, "routed.csv.gz"))["Hash"]
     assert found.loss.tolist() == [2.9, 2.8]
-    assert found.left_out == ["line 3: step is empty", "line 4: step is 'last', not a number"]
+    assert found.left_out == ["line 4: step is empty", "line 5: step is 'last', not a number",
+                              "line 7: step is -1; it must be a number of at least 0"]
 
 
 def test_the_bootstrap_draws_groups_or_configurations(tmp_path):

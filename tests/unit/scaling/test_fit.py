@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import minimize, nnls
 
 from megatron_xmod.errors import UserError
-from megatron_xmod.scaling.fit import Problem, fit, refit, two_stage
+from megatron_xmod.scaling.fit import Problem, _Solver, fit, refit, require_runs, two_stage
 from megatron_xmod.scaling.law import CANDIDATE, CHINCHILLA, GAIN_BY_COMPUTE, KAPLAN, MULTIPLICATIVE, PUBLISHED, XMOD
 from megatron_xmod.scaling.recovery import drawn, paper_grid, variables
 from megatron_xmod.scaling.solve import levenberg, linear, objective
@@ -47,9 +47,20 @@ def test_the_candidate_never_fits_worse_than_the_law_inside_it(seed):
     assert all(wider.params[name] >= 0 for name in "uvwz")
 
 
+def test_a_fit_is_never_worse_than_an_extra_start_that_polishing_spoils(noisy, monkeypatch):
+    best = fit(replace(noisy.problem, loss="l1"), starts=8)
+    monkeypatch.setattr(_Solver, "polish", lambda self, point: 1.1 * point)
+    again = fit(best.problem, starts=1, extra=(best.params,))
+    assert again.params == pytest.approx(best.params, rel=1e-12)
+    held = fit(best.problem, starts=1, extra=(best.params,), fixed={"rho_A": 0.5})
+    assert held.params["rho_A"] == 0.5
+
+
 def test_more_runs_than_parameters_are_required():
     with pytest.raises(UserError, match="with 10 parameters to fit needs at least 11 runs, but 10"):
         fit(drawn(0, 0.0).select(np.arange(109) < 10))
+    with pytest.raises(UserError, match="with 1 parameter to fit needs at least 2 runs, but 1"):
+        require_runs(drawn(0, 0.0).select(np.arange(109) < 1), dict.fromkeys(XMOD.names[1:], 1.0))
     fit(drawn(0, 0.0).select(np.arange(109) > 97), starts=2)
     fit(drawn(0, 0.0).select(np.arange(109) > 98), starts=2, fixed={"rho_A": 0.28293})
 

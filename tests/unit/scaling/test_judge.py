@@ -3,9 +3,9 @@ import pytest
 
 from megatron_xmod.report import Report
 from megatron_xmod.scaling import sections
-from megatron_xmod.scaling.fit import Fit
+from megatron_xmod.scaling.fit import Fit, Problem
 from megatron_xmod.scaling.judge import fit_scores, joint, leave_groups_out, regrets, scores
-from megatron_xmod.scaling.law import PUBLISHED
+from megatron_xmod.scaling.law import PUBLISHED, XMOD
 from megatron_xmod.scaling.recovery import NOISE, paper_grid, variables
 
 X = variables(paper_grid())
@@ -39,6 +39,15 @@ def test_regret_is_the_measured_price_of_the_chosen_K(noisy):
     rows = regrets(flat, -flat.y)
     place = (X["N_act"] == 556e6) & (X["L"] == 2048)
     assert rows[[row["L"] for row in rows].index(2048)]["regret"] == pytest.approx(np.ptp(flat.y[place]))
+
+
+def test_regret_compares_means_over_seeds_at_one_budget():
+    x = {"N_act": np.full(8, 1e8), "L": np.full(8, 2048.0), "A": np.ones(8), "K": np.tile([2.0, 2, 4, 4], 2),
+         "C": np.repeat([1e18, 4e18], 4) * np.tile([1, 1, 1.02, 1.02], 2)}  # whole steps have split the budgets
+    y = np.array([3.0, 3.2, 3.4, 2.9, 2.6, 2.8, 2.5, 2.5])  # means 3.1 and 3.15, then 2.7 and 2.5
+    rows = regrets(Problem(XMOD, x, y, np.zeros(8)), np.array([1, 1, 2, 2, 1, 3, 2.5, 2.5]))
+    assert [(row["C"], row["chosen_K"], row["best_K"]) for row in rows] == [(1e18, 2, 2), (4e18, 2, 4)]
+    assert [row["regret"] for row in rows] == pytest.approx([0, 0.2])
 
 
 def test_scores_by_hand():

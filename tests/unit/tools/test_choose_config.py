@@ -1,13 +1,16 @@
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_xmod.config.schema import ModelConfig
 from megatron_xmod.errors import UserError
 from megatron_xmod.scaling import fitted
+from megatron_xmod.scaling.buildable import Question
 from megatron_xmod.scaling.law import PUBLISHED, PUBLISHED_RMSE, XMOD
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,15 +128,23 @@ def test_best_and_ties_are_always_printed(tool, ask, capsys):
         assert table.count("near-tie") == len(answer["near_ties"]) and table.count("  best") == 1
 
 
-def test_it_says_where_it_knows_nothing(ask):
+def test_it_says_where_it_knows_nothing(ask, tool):
     inside = ask(*LAYERS)
     assert inside["inside_data"] and any("no C in it" in note for note in inside["notes"])
-    assert not any("OUTSIDE" in note for note in inside["notes"])
+    assert not any("OUTSIDE" in note for note in inside["notes"]) and "(outside" not in tool.report(inside)
     for words in ({"length": 65536}, {"size": "1.65B"}):
         answer = ask(*LAYERS, **words)
+        assert "(outside the law's data, see below)" in tool.report(answer).splitlines()[2]
         assert not answer["inside_data"] and any(note.startswith("OUTSIDE THE DATA") for note in answer["notes"])
     assert any("only run at N_act = 1.65e+08" in note for note in ask()["notes"])
     assert ask(size="20M", length=512)["notes"][-1].startswith("Layers, FLOPs and memory are those of")
+
+
+def test_it_says_when_the_backbone_is_of_another_size(ask):
+    config = "--config", str(ROOT / "examples" / "configs" / "size" / "1.65b.yaml")
+    notes = ask(*config, size="165M", length=2048)["notes"]
+    assert notes[-1].startswith("The backbone of --config has 1.62e+09 active parameters, but the law was asked about")
+    assert not any("The backbone" in note for note in ask(*config, size="1.65B", length=2048)["notes"])
 
 
 def test_dense_is_the_answer_where_nothing_gains(ask):
@@ -150,6 +161,26 @@ def test_the_table_the_misfit_and_the_plot(tool, capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20000
 
 
+@pytest.mark.parametrize("length, size, stride, hatched, band", [
+    ("32768", "165M", "5", lambda K, A: not 4 <= K <= 16, (4, 16)),
+    ("32768", "165M", "1", lambda K, A: not 2 <= K <= 24, (2, 24)),
+    ("32768", "556M", None, lambda K, A: A != 1 or not 2 <= K <= 24, (4, 16)),
+    ("65536", "165M", None, lambda K, A: True, (4, 16)),
+])
+def test_the_map_hatches_what_lies_outside_the_data(tool, monkeypatch, tmp_path, length, size, stride, hatched, band):
+    from megatron_xmod import plotting
+    from megatron_xmod.scaling import plots
+    seen = []
+    monkeypatch.setattr(plots, "choice", lambda *args: seen.append(args))
+    monkeypatch.setattr(plotting, "save", lambda figure, path: None)
+    tool.main(["--compute", "1e20", "--seq-length", length, "--active-params", size, "--plot", str(tmp_path / "a.png"),
+               *(("--anchor-stride", stride) if stride else ())])
+    K, A, delta, inside, _, _, _, tested, *_ = seen[0]
+    wrong = [(k, a) for i, a in enumerate(A) for j, k in enumerate(K)
+             if math.isfinite(delta[i, j]) and inside[i, j] == hatched(k, a)]
+    assert not wrong and tested == band
+
+
 def test_a_law_from_a_file(ask, tmp_path):
     law = {"law": "xmod", **PUBLISHED, "w": 50.0, "scores": {"rmse": 0.01}, "draws": [PUBLISHED],
            "domain": {"N_act": [1e8, 1e9], "L": [1024, 65536], "K": [2, 64], "A": [1, 1]}, "stride_domain": {}}
@@ -158,8 +189,15 @@ def test_a_law_from_a_file(ask, tmp_path):
     answer = ask("--law", str(path), "--ratio", "layers")
     assert answer["A"] == 1 and answer["continuous_K"] > 1.3 * OPTIMA[32768] and "table9_misfit" not in answer
     assert answer["intervals_from"] == "bootstrap refits to its runs"
-    for text, words in (("{", "not JSON"), ('{"law": "xmod"}', "not a law saved by"), ("[]", "not a law saved by")):
-        path.write_text(text)
+    domain = law["domain"]
+    for content, words in (("{", "not JSON"), ({"loss": "mse"}, "not a law saved by .*: it has no 'law'"),
+                           ([], "it holds no JSON object"), (law | {"law": "candidate"}, "its law is 'candidate'"),
+                           (law | {"domain": {k: v for k, v in domain.items() if k != "K"}}, "has no 'domain.K'"),
+                           (law | {"domain": domain | {"K": [2, math.nan]}}, "domain.K is .2, nan., but a range goes"),
+                           (law | {"domain": domain | {"L": [4096, 2048]}}, "domain.L is .4096, 2048."),
+                           (law | {"stride_domain": {"K": [0, 8]}}, "stride_domain.K is .0, 8."),
+                           (law | {"draws": [PUBLISHED | {"w": math.nan}]}, "w is nan")):
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(UserError, match=words):
             ask("--law", str(path))
 
@@ -167,11 +205,41 @@ def test_a_law_from_a_file(ask, tmp_path):
 @pytest.mark.parametrize("words, message", [
     (("--max-params", "100M"), "no K and A can be built for L = 32768: more than 1e\\+08 parameters"),
     (("--anchor-stride", "0.3"), "A = 0.3 and K = 4 give 1.2. The nearest A that work: 0.25 or 0.5"),
-    (("--anchor-stride", "-1"), "--anchor-stride is -1; it must be above 0"),
 ])
 def test_what_cannot_be_built_is_refused(ask, words, message):
     with pytest.raises(UserError, match=message):
         ask(*words)
+
+
+@pytest.mark.parametrize("words", [
+    ("--active-params", "0"), ("--active-params", "inf"), ("--seq-length", "inf"), ("--max-layers", "inf"),
+    ("--anchor-stride", "inf"), ("--anchor-stride", "-1"), ("--compute", "inf"), ("--compute", "nan"),
+])
+def test_what_is_no_positive_number_is_refused(ask, capsys, words):
+    with pytest.raises(SystemExit):
+        ask(*words)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.endswith(f"argument {words[0]}: it is {words[1]}; it must be a finite number above 0.")
+
+
+def test_a_picture_is_a_png(ask, capsys):
+    with pytest.raises(SystemExit):
+        ask("--plot", "x.pdf")
+    assert "argument --plot: it is x.pdf; pictures are PNG" in capsys.readouterr().err
+
+
+def test_a_question_is_finite():
+    with pytest.raises(UserError, match="--compute is inf; it must be a finite number above 0"):
+        Question(math.inf, 2048, 1e8, ModelConfig())
+
+
+def test_lengths_may_be_given_in_units_of_1024(tool):
+    words = "--compute", "1e20", "--active-params", "0.5K", "--seq-length"
+    args = tool.parse([*words, "32k"])
+    assert (args.seq_length, args.active_params) == (32768, 500)
+    for wrong in ("2048.5", "32x"):
+        with pytest.raises(SystemExit):
+            tool.parse([*words, wrong])
 
 
 def test_an_odd_length_has_few_sparsities(ask):

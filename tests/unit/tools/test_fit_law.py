@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_xmod.errors import UserError
+from megatron_xmod.scaling import data
 from megatron_xmod.scaling.fitted import read_law
 from megatron_xmod.scaling.law import CANDIDATE, PUBLISHED
 from megatron_xmod.scaling.recovery import NOISE, outside_grid, paper_grid, sweep_csv
@@ -123,6 +124,13 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
     path.write_text(sweep_csv(paper_grid()[::12], 0.0, 0))
     with pytest.raises(UserError, match="10 parameters to fit needs at least 11 runs, but 10 can be used"):
         fit_law("xmod", path)
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[0] == 298e6], 0.0, 0))
+    with pytest.raises(UserError, match="10 parameters to fit needs at least 11 runs, but 8 can be used"):
+        fit_law("xmod", path)
+    path.write_text(sweep_csv([cell for cell in paper_grid() if cell[:2] == (556e6, 2048)], 0.0, 0))
+    with pytest.raises(UserError, match="eta_N .* values of N_act.*; eta_L .* values of L.*; rho_A .*Add runs, or hold "
+                       "with --fix eta_N=VALUE --fix eta_L=VALUE --fix rho_A=VALUE, or fit --form base"):
+        fit_law("xmod", path)
 
 
 @pytest.mark.parametrize("words, message", [
@@ -133,10 +141,24 @@ def test_too_few_runs_are_refused_with_the_number_needed(fit_law, tmp_path):
     (("--fix", "eta_N"), "must be NAME=VALUE"),
     (("--hold-out", "L=7"), "matches no run; L takes the values 2048"),
     (("--bootstrap", "-1"), "--bootstrap is -1"),
+    (("--seed", "-1"), "--seed is -1; it must be 0 or more"),
 ])
 def test_wrong_options_are_refused(fit_law, sweep, words, message):
     with pytest.raises(UserError, match=message):
         fit_law("xmod", sweep, *words)
+
+
+def test_the_help_names_the_columns(fit_law, capsys):
+    with pytest.raises(SystemExit):
+        fit_law("xmod", "any.csv", "--help")
+    text = capsys.readouterr().out.split("columns of the table:")[1]
+    assert all(name in text for name in (*data._XMOD, "N (", "ratio", "dense_loss", *data._SAME_RUN, "group", "status",
+                                         "tokens", "dense_tokens"))
+
+
+def test_a_negative_number_of_losses_is_refused(fit_law, tmp_path):
+    with pytest.raises(UserError, match="--drop-highest is -3; it must be 0 or more"):
+        fit_law("chinchilla", tmp_path / "any.csv", "--drop-highest", "-3")
 
 
 def test_what_is_no_number_is_null_in_the_saved_file(fit_law, tmp_path):
