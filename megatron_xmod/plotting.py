@@ -60,8 +60,8 @@ def _labels(ticks: np.ndarray) -> list[str]:
 
 
 def short(value: float) -> str:
-    """556M, 1.65B, 32k (of 1024), 3e+19."""
-    if value >= 1024 and value % 1024 == 0 and value < 1e7:
+    """556M, 1.65B, 32k (of 1024: up to 8 times a power of two of them), 3e+19."""
+    if 1024 <= value < 1e7 and value % 1024 == 0 and value / 1024 <= 8 * (int(value / 1024) & -int(value / 1024)):
         return f"{value / 1024:g}k"
     if 1e6 <= value < 1e12:
         return f"{value / 1e6:.3g}M" if value < 999.5e6 else f"{value / 1e9:.3g}B"

@@ -41,6 +41,8 @@ def residuals(values: dict[str, np.ndarray], error: np.ndarray, quantity: str) -
         ax.scatter(value, error, s=14, color=BLUE, alpha=0.7, linewidths=0)
         if value.min() > 0 and (value.max() > 3 * value.min() or len(np.unique(value)) <= 10):
             log_ticks(ax, value)
+        else:
+            ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.set(xlabel=name, ylabel=f"predicted - measured {quantity}")
     return figure
 
