@@ -18,18 +18,24 @@ _PROGRAMS = 1024  # of a backward: some for each multiprocessor, and few enough 
 
 
 @triton.jit
-def _forward(x, index, weight, rows, normed, inverse_rms, length, width,
-             EPS: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    layer = tl.program_id(1)
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
+def _place(index, layer, own, column, length, width):
+    """Of a tile of the layer's rows: which exist, which numbers exist, their rows in all, and where x has them."""
     inside = own < length
     mask = inside[:, None] & (column < width)[None, :]
     row = layer.to(tl.int64) * length + own
-    if index is None:
-        source = row
-    else:
+    source = row
+    if index is not None:
         source = tl.load(index + row, mask=inside, other=0)
+    return inside, mask, row, source
+
+
+@triton.jit
+def _forward(x, index, weight, rows, normed, inverse_rms, length, width,
+             EPS: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    layer = tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside, mask, row, source = _place(index, layer, own, column, length, width)
     value = tl.load(x + source[:, None] * width + column[None, :], mask=mask, other=0.0)
     here = row[:, None] * width + column[None, :]
     if rows is not None:
@@ -50,13 +56,7 @@ def _backward(x, index, weight, inverse_rms, rows_gradient, normed_gradient, x_g
     weight_sum = tl.zeros([ROWS, WIDTH], TYPE)
     for start in range(part * ROWS, length, parts * ROWS):
         own = start + tl.arange(0, ROWS)
-        inside = own < length
-        mask = inside[:, None] & (column < width)[None, :]
-        row = layer.to(tl.int64) * length + own
-        if index is None:
-            source = row
-        else:
-            source = tl.load(index + row, mask=inside, other=0)
+        inside, mask, row, source = _place(index, layer, own, column, length, width)
         there = source[:, None] * width + column[None, :]
         here = row[:, None] * width + column[None, :]
         inverse = tl.load(inverse_rms + row, mask=inside, other=0.0)
