@@ -190,10 +190,14 @@ _HEADER = f"{'K':>4} {'A':>5} {'delta':>8}  {'interval':>18} {'P(best)':>8} {'N/
           f"{'phi/dense':>10}"
 
 
+def _size(params: int) -> str:
+    return f"{params / 1e9:.2f}B" if params >= 1e9 else f"{params / 1e6:.3g}M"
+
+
 def _line(row: dict[str, Any], mark: str) -> str:
     low, high = row["interval"]
     return (f"{row['K']:>4} {row['A']:>5g} {row['delta']:>+8.4f}  [{low:+.4f}, {high:+.4f}] {row['p_best']:>8.2f} "
-            f"{row['ratio']:>8.2f} {row['layers']:>7} {row['total_params'] / 1e9:>8.2f}B {row['flops_ratio']:>10.2f}  "
+            f"{row['ratio']:>8.2f} {row['layers']:>7} {_size(row['total_params']):>9} {row['flops_ratio']:>10.2f}  "
             f"{mark}").rstrip()
 
 
@@ -208,7 +212,7 @@ def _headline(answer: dict[str, Any]) -> list[str]:
     memory = sum(answer["state_bytes"].values()) / 2**30
     return [f"best: K = {answer['K']}, A = {answer['A']:g}: delta {answer['delta']:+.4f} [{low:+.4f}, {high:+.4f}] "
             f"nats against dense, P(best) {answer['p_best']:.2f}{warning}", continuous,
-            f"{answer['layers']} layers, {answer['total_params'] / 1e9:.2f} B parameters, training state "
+            f"{answer['layers']} layers, {_size(answer['total_params'])} parameters, training state "
             f"{memory:.1f} GiB before sharding",
             f"FLOPs per token: phi {answer['flops_per_token_paper']:.3g} ({answer['flops_ratio_to_dense']:.2f} of "
             f"dense), training {answer['train_flops_per_token']:.3g}; "

@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,29 +202,46 @@ def _inside(section: str) -> str:
     return f"{section if prefix else 'the configuration'} has {', '.join(names)}."
 
 
+@cache
+def _reader() -> ArgumentParser:
+    """Making a parser takes longer than parsing, and a sweep has hundreds of configurations."""
+    return parser()
+
+
 def _build(settings: _Settings) -> Config:
-    reader = parser()
     tree: dict[str, Any] = {}
-    for name, (value, origin) in settings.items():
-        _check(reader, name, value, origin)
+    for name, (value, _) in settings.items():
         tree = deep_merge(tree, _nest(name.split("."), value))
+    if not all(_of_a_kind(name, value) for name, (value, _) in settings.items()):
+        raise UserError(_first_wrong(settings))
     try:
-        return Config(**vars(reader.instantiate(reader.parse_object(tree))))
+        parsed = _reader().parse_object(tree)
+    except ArgumentError as error:
+        raise UserError(_first_wrong(settings)) from error
+    try:
+        return Config(**vars(_reader().instantiate(parsed)))
     except UserError as error:
         raise CombinationError(str(error)) from error
 
 
-def _check(reader: ArgumentParser, name: str, value: Any, origin: str) -> None:
-    """Refuses a value of the wrong type, by its name and its place; jsonargparse itself lets null and bools pass."""
+def _of_a_kind(name: str, value: Any) -> bool:
+    """Whether null or a bool may stand there; jsonargparse lets them pass everywhere."""
     kinds = _alternatives(_HINTS[name])
-    fits = type(None) in kinds if value is None else bool in kinds or not isinstance(value, bool)
-    try:
-        reader.parse_object(_nest(name.split("."), value), defaults=False)
-    except ArgumentError:
-        fits = False
-    if not fits:
-        meaning = " or ".join(_meaning(kind) for kind in kinds)
-        raise UserError(f"{name} is {_shown(value)} {origin}; it must be {meaning}.")
+    return type(None) in kinds if value is None else bool in kinds or not isinstance(value, bool)
+
+
+def _first_wrong(settings: _Settings) -> str:
+    """What is wrong with the first value that is not of its setting's type, and where it came from."""
+    for name, (value, origin) in settings.items():
+        fits = _of_a_kind(name, value)
+        try:
+            _reader().parse_object(_nest(name.split("."), value), defaults=False)
+        except ArgumentError:
+            fits = False
+        if not fits:
+            meaning = " or ".join(_meaning(kind) for kind in _alternatives(_HINTS[name]))
+            return f"{name} is {_shown(value)} {origin}; it must be {meaning}."
+    raise AssertionError("every value is good alone")
 
 
 def _nest(keys: list[str], value: Any) -> dict[str, Any]:
