@@ -191,7 +191,7 @@ _HEADER = f"{'K':>4} {'A':>5} {'delta':>8}  {'interval':>18} {'P(best)':>8} {'N/
 
 
 def _size(params: int) -> str:
-    return f"{params / 1e9:.2f}B" if params >= 1e9 else f"{params / 1e6:.3g}M"
+    return f"{params / 1e9:.2f}B" if params >= 999.5e6 else f"{params / 1e6:.3g}M"
 
 
 def _line(row: dict[str, Any], mark: str) -> str:

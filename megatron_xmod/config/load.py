@@ -241,7 +241,7 @@ def _first_wrong(settings: _Settings) -> str:
         if not fits:
             meaning = " or ".join(_meaning(kind) for kind in _alternatives(_HINTS[name]))
             return f"{name} is {_shown(value)} {origin}; it must be {meaning}."
-    raise AssertionError("every value is good alone")
+    return "The settings are good one by one, but not together."  # the cause, chained, says more
 
 
 def _nest(keys: list[str], value: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_of_several_dense_variants_the_best_is_the_reference(plan):
 
 
 def test_the_table_is_one_that_the_law_is_fitted_to(plan, tmp_path):
-    """Invented losses that follow the law exactly: a fit started there finds them again, and skips the failed run."""
+    """Invented losses that follow the law exactly: the table satisfies it, and the failed run is skipped."""
     made = plan(variants={"dense": DENSE, "x": {}}, settings={"model.active_layers": 13},
                 grid={"model.routing.K": [2, 4, 16], "model.routing.A": [0.5, 1, 3], "data.seq_length":
                       [512, 2048, 8192], "size": {"s": {}, "m": {"model.hidden_size": 256, "model.ffn_size": 768},
